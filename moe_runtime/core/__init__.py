@@ -1,0 +1,1 @@
+"""Errors, the environment, logging: what every other package may import."""

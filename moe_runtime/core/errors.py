@@ -1,0 +1,16 @@
+"""The errors users meet. Each message is one sentence that says what was expected and what came.
+
+Bad arguments raise plain ValueError or TypeError; the classes here name the cases a caller may want to catch apart.
+"""
+
+
+class ConfigError(ValueError):
+    """A training configuration that cannot run; raised before any process group or file exists."""
+
+
+class UnsupportedError(RuntimeError):
+    """The hardware, build or model cannot do what was asked for by name; the message lists every refusal."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, damaged, or belongs to another model."""
