@@ -1,0 +1,15 @@
+"""Compute: differentiable functions of plain tensors."""
+
+from moe_runtime.functional.activation import Activation, Layout, activate, check_activation
+from moe_runtime.functional.ends import ends_from_splits
+from moe_runtime.functional.grouped_linear import add_expert_bias, grouped_linear
+
+__all__ = [
+    "Activation",
+    "Layout",
+    "activate",
+    "add_expert_bias",
+    "check_activation",
+    "ends_from_splits",
+    "grouped_linear",
+]

@@ -1,0 +1,73 @@
+"""The grouped linear layer: three GEMMs, written as the three equations they are.
+
+fprop   y[r]  = x[r] @ w[e(r)].T
+dgrad   dx[r] = dy[r] @ w[e(r)]
+wgrad   dw[e] = dy[rows of e].T @ x[rows of e]
+"""
+
+# R routed rows   D in features   F out features   E local experts
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.grouped_gemm import ragged_k_gemm_tn, ragged_m_gemm_nn, ragged_m_gemm_nt
+
+
+def grouped_linear(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """y[r] = x[r] @ w[e(r)].T, shape (R, F), for the expert e(r) that owns row r.
+
+    x_RD    rows sorted by expert; those from ends[-1] on are not read, come out as 0 and get gradient 0
+    w_EFD   stacked weights, same dtype as x
+    ends_E  int32 cumulative rows per expert, on x's device
+    An expert without rows gets an exactly zero gradient. With R = 0 the graph stays connected.
+    """
+    return _GroupedLinear.apply(x_RD, w_EFD, ends_E)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RD, w_EFD, ends_E)
+        return ragged_m_gemm_nt(x_RD, w_EFD, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RD, w_EFD, ends_E = ctx.saved_tensors
+        need_dx, need_dw, _ = ctx.needs_input_grad
+        dx_RD = ragged_m_gemm_nn(dy_RF, w_EFD, ends_E) if need_dx else None
+        dw_EFD = ragged_k_gemm_tn(dy_RF, x_RD, ends_E) if need_dw else None
+        return dx_RD, dw_EFD, None
+
+
+def add_expert_bias(y_RF: Tensor, bias_EF: Tensor, ends_E: Tensor, gate_R: Tensor | None = None) -> Tensor:
+    """y[r] + gate[r] * bias[e(r)]; rows from ends[-1] on stay as they are.
+
+    gate_R  optional (R,) factors of the rows: what a layer whose input was already scaled by them must give its bias.
+    """
+    rows_R = torch.arange(y_RF.shape[0], device=y_RF.device, dtype=torch.int32)
+    owner_R = torch.searchsorted(ends_E, rows_R, right=True)
+    # One zero row stands for "no expert", so that rows past the end select it and the bias gradient is a plain sum.
+    padded_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
+    bias_RF = _SelectRows.apply(padded_EF, owner_R, ends_E)
+    if gate_R is not None:
+        bias_RF = bias_RF * gate_R.to(bias_RF.dtype)[:, None]
+    return y_RF + bias_RF
+
+
+class _SelectRows(torch.autograd.Function):
+    """table[index], whose gradient sums each expert's rows with a grouped product: no atomics, any device."""
+
+    @staticmethod
+    def forward(ctx: Any, table_EF: Tensor, owner_R: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        return table_EF.index_select(0, owner_R)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor, None, None]:
+        (ends_E,) = ctx.saved_tensors
+        # The ones fill a 16-byte row, so that every backend takes them; column 0 holds the sum.
+        ones_R8 = dy_RF.new_ones(dy_RF.shape[0], 8)
+        sums_EF = ragged_k_gemm_tn(ones_R8, dy_RF, ends_E)[:, 0]
+        return torch.cat([sums_EF, sums_EF.new_zeros(1, dy_RF.shape[1])]), None, None

@@ -1,0 +1,90 @@
+"""RoutedExperts: dispatch, experts, combine. What a Hugging Face model gets in place of its experts module."""
+
+# T tokens   D model width   F expert width   K top-k   R routed rows   E experts over the whole group
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_runtime.ep import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_runtime.functional import Activation, Layout, check_activation
+from moe_runtime.nn.grouped_mlp import GroupedMLP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedExpertsConfig:
+    """Sizes and layout of one set of routed experts; `num_experts` counts them over all ranks."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation = "swiglu"
+    gate_up_layout: Layout = "concatenated"
+    bias: bool = False
+    single_grouped_weight: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "hidden_size", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_activation(self.activation, self.gate_up_layout)
+
+
+class RoutedExperts(nn.Module):
+    """out[t] = sum_k gates[t, k] * expert[ids[t, k]](x[t])"""
+
+    def __init__(
+        self,
+        config: RoutedExpertsConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first_expert = 0
+        self.dispatcher: Dispatcher = LocalDispatcher(num_experts=config.num_experts)
+        self.experts = GroupedMLP(
+            config.num_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            gate_up_layout=config.gate_up_layout,
+            bias=config.bias,
+            single_grouped_weight=config.single_grouped_weight,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """(T, D) tokens -> (T, D).
+
+        ids_TK    int expert ids over all ranks; -1 drops the slot
+        gates_TK  routing weights; a gradient flows back to them
+        """
+        if x_TD.dim() != 2 or ids_TK.shape != gates_TK.shape or ids_TK.shape[:1] != x_TD.shape[:1]:
+            raise ValueError(
+                "expected tokens (T, D), ids (T, K) and gates (T, K), "
+                f"got {tuple(x_TD.shape)}, {tuple(ids_TK.shape)} and {tuple(gates_TK.shape)}"
+            )
+        rows = self.dispatcher.wait(self.dispatcher.start(x_TD, ids_TK, gates_TK))
+        y_RD = self.experts.forward_ends(rows.x_RD, rows.plan.ends_E, rows.gate_R)
+        return self.dispatcher.combine(y_RD, rows.plan)
+
+    def shard_experts(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's slice of the experts, in id order over `group`, and exchange tokens from now on."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if not isinstance(self.dispatcher, LocalDispatcher):
+            raise ValueError("these experts are split over a group already")
+        if self.config.num_experts % size:
+            raise ValueError(f"{self.config.num_experts} experts cannot be split evenly over {size} ranks")
+        count = self.config.num_experts // size
+        self.first_expert = rank * count
+        self.experts.keep_experts(self.first_expert, self.first_expert + count)
+        self.dispatcher = AllToAllDispatcher(num_experts=self.config.num_experts, group=group)
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.experts.gate_up.num_gemms - 1
+        return f"experts {self.first_expert}..{last} of {self.config.num_experts}"

@@ -1,0 +1,125 @@
+"""GroupedTensor: one tensor of shape (E, rows, cols) that packs the weights of E local experts.
+
+In high precision it is an ordinary strided tensor with a class of its own: real storage, so that `.data =`, foreach
+optimizers, DDP, FSDP2 and buffer remapping act on it as on any tensor. Nothing is cached: members are views made from
+the current storage at each call, so they follow whatever replaced it.
+
+Computing with it gives plain tensors. Only what makes "the same parameter" again (detach, clone, to, deepcopy, pickle)
+keeps the class.
+"""
+
+# E local experts   F output rows of a member   D input columns of a member
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+class GroupedTensor(Tensor):
+    """The stacked weights of E experts, shape (E, rows, cols), in high precision.
+
+    Made by `pack`. `members()[e]` is expert e's (rows, cols) matrix, a view.
+    """
+
+    # Set to True on a parameter whose weight gradient is computed after `backward()`: reducers that know the protocol
+    # then install no post-backward hook of their own. It must be a real attribute, or assignment would be lost.
+    skip_backward_post_hook: bool = False
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def pack(cls, source: Tensor | Sequence[Tensor]) -> Self:
+        """Stack E matrices of one shape, or take a dense (E, rows, cols) tensor as it is.
+
+        A sequence is copied into new contiguous storage; a dense tensor is aliased, and must be contiguous.
+        Raises ValueError for no members, unequal members, or a tensor that is not three-dimensional.
+        """
+        dense_EFD = source if isinstance(source, Tensor) else _stack(source)
+        if dense_EFD.dim() != 3:
+            raise ValueError(f"a packed tensor has shape (experts, rows, cols), got {tuple(dense_EFD.shape)}")
+        if not dense_EFD.is_contiguous():
+            raise ValueError(f"a packed tensor must be contiguous, got strides {dense_EFD.stride()}")
+        if not dense_EFD.dtype.is_floating_point:
+            raise TypeError(f"a packed tensor has a floating-point dtype, got {dense_EFD.dtype}")
+        return torch.Tensor._make_subclass(cls, dense_EFD.detach())
+
+    def members(self) -> tuple[Tensor, ...]:
+        """E views of shape (rows, cols), derived from the current storage."""
+        return self.plain().unbind(0)
+
+    def plain(self) -> Tensor:
+        """The same storage as an ordinary detached tensor."""
+        return self.as_subclass(Tensor).detach()
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as an ordinary (E, rows, cols) tensor: the storage itself unless `dtype` differs."""
+        return self.plain() if dtype is None else self.plain().to(dtype)
+
+    @property
+    def quantizer(self) -> None:
+        """None: a high-precision tensor has no quantizer."""
+        return None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes held for the values."""
+        return self.numel() * self.element_size()
+
+    def _same_class(self, value: Tensor) -> Self:
+        new = torch.Tensor._make_subclass(type(self), value, value.requires_grad)
+        # A parameter's alias is not a parameter.
+        _set_attributes(new, {name: held for name, held in self.__dict__.items() if name != "_is_param"})
+        return new
+
+    def detach(self) -> Self:
+        """An alias without history, of the same class: what `nn.Parameter` and `state_dict` ask for."""
+        return self._same_class(self.plain())
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        """A copy: of this class when no graph is recorded, else an ordinary tensor with history."""
+        copied = self.as_subclass(Tensor).clone(memory_format=memory_format)
+        return copied if copied.requires_grad else self._same_class(copied)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`Tensor.to`: of this class when no graph is recorded, else an ordinary tensor with history."""
+        moved = self.as_subclass(Tensor).to(*args, **kwargs)
+        return moved if moved.grad_fn is not None else self._same_class(moved)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]
+        if self.grad_fn is not None:
+            raise RuntimeError("only leaf tensors can be deep-copied; detach this GroupedTensor first")
+        new = self._same_class(self.plain().clone())
+        new.requires_grad_(self.requires_grad)
+        _set_attributes(new, copy.deepcopy(dict(self.__dict__), memo))
+        if self.grad is not None:
+            new.grad = self.grad.clone()
+        memo[id(self)] = new
+        return new
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"GroupedTensor({tuple(self.shape)}, {self.dtype}, {self.device}, requires_grad={self.requires_grad})"
+
+
+def _set_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+
+
+def _stack(members: Sequence[Tensor]) -> Tensor:
+    if not members:
+        raise ValueError("a packed tensor needs at least one member, got none")
+    first = members[0]
+    for index, member in enumerate(members):
+        if member.dim() != 2:
+            raise ValueError(f"a member has shape (rows, cols), member {index} has {tuple(member.shape)}")
+        if (member.shape, member.dtype, member.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(
+                f"members must agree in shape, dtype and device: member 0 is {tuple(first.shape)} {first.dtype} "
+                f"{first.device}, member {index} is {tuple(member.shape)} {member.dtype} {member.device}"
+            )
+    return torch.stack([member.detach() for member in members])
