@@ -1,0 +1,1 @@
+"""Scheduling gradients: when they are reduced, and that they are, exactly once."""

@@ -1,0 +1,105 @@
+"""The global view of a rank's tensors: what makes a checkpoint independent of how it was sharded.
+
+Every entry is a tensor of its global shape: a plain one where ranks are replicas, a DTensor where they hold parts. An
+expert parameter is one tensor over all experts of all ranks, split over the expert axis first. Entries alias the live
+storage, so that loading fills the model in place.
+"""
+
+# E experts over the whole group
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
+
+from moe_runtime.comm.layout import ParallelLayout, layout_of
+
+_MEMBER = re.compile(r"^(?P<stem>.*\.(?:weight|bias))(?P<index>\d+)$")
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, in the global view."""
+    layout = layout_of(model)
+    entries: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(model):
+        key, value = _global(name, parameter, layout)
+        entries[key] = value
+    buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
+    persistent = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
+    entries.update((name, buffer) for name, buffer in buffers.items() if name in persistent)
+    return entries
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Optimizer state as "<parameter>.<key>", in the global view; parameters without state have no entry."""
+    layout = layout_of(model)
+    entries: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"optimizer state {key!r} of {name} must be a tensor to be saved, got {type(value).__name__}"
+                )
+            full_name, full = _global(name, value, layout) if value.dim() else (name, value)
+            entries[f"{full_name}.{key}"] = full
+    return entries
+
+
+@torch.no_grad()
+def create_optimizer_state(optimizer: Optimizer) -> None:
+    """Let the optimizer make its state, to load a checkpoint into: a step of size 0 with zero gradients.
+
+    Parameters, and learning rates, are afterwards as they were.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                raise ValueError("create the optimizer state before any gradient exists: found one")
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def shapes(entries: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Global shape of every entry: what tells one model's checkpoint from another's."""
+    return {name: list(value.shape) for name, value in sorted(entries.items())}
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("module."), parameter
+
+
+def _global(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, Tensor]:
+    value = value.detach()
+    if name not in layout.expert_parameters:
+        return name, value
+    assert layout.expert_mesh is not None
+    member = _MEMBER.match(name)
+    if member:
+        # Separate parameters are known by their expert's id over all ranks; only the ranks that hold it save it.
+        count = sum(
+            1 for other in layout.expert_parameters if other.startswith(member["stem"]) and _MEMBER.match(other)
+        )
+        return f"{member['stem']}{int(member['index']) + layout.expert_rank * count}", value
+    local, within = _local_and_placement(value)
+    shape = (value.shape[0] * layout.expert, *value.shape[1:])
+    stride = torch.empty(shape, device="meta").stride()
+    placements = (Replicate(), Shard(0), within)
+    return name, DTensor.from_local(
+        local, layout.expert_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _local_and_placement(value: Tensor) -> tuple[Tensor, Placement]:
+    if isinstance(value, DTensor):
+        return value.to_local(), value.placements[-1]
+    return value, Replicate()

@@ -1,0 +1,91 @@
+"""MasterWeights: step fp32 copies of low-precision parameters with any torch optimizer, then write them back."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class MasterWeights(Optimizer):
+    """`optimizer_class` over fp32 masters of `params`; after each step the parameters hold the masters, rounded.
+
+    params  as for any torch optimizer: parameters, or groups with their own options
+    A parameter that is fp32 already is its own master. `state[p]` holds the inner optimizer's state, all fp32, and
+    "master" where there is a copy; learning rates and other options live in `param_groups` as usual.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], params: Iterable[Any], **kwargs: Any) -> None:
+        super().__init__(params, dict(kwargs))
+        self._master = {p: _master_of(p) for group in self.param_groups for p in group["params"]}
+        inner_groups = [
+            {**_options(group), "params": [self._master[p] for p in group["params"]]} for group in self.param_groups
+        ]
+        self.inner = optimizer_class(inner_groups, **kwargs)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_options(inner))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of the inner optimizer on the masters, then the write-back."""
+        if closure is not None:
+            raise ValueError("MasterWeights takes no closure: gradients must be complete before the step")
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_options(group))
+        copies = [(p, master) for p, master in self._master.items() if master is not p]
+        for p, master in copies:
+            master.grad = None if p.grad is None else p.grad.to(torch.float32)
+        self.inner.step()
+        for p, master in copies:
+            if master.grad is not None:
+                p.copy_(master)
+                master.grad = None
+        self._show_state()
+        return None
+
+    def _show_state(self) -> None:
+        for p, master in self._master.items():
+            own = {} if master is p else {"master": master}
+            if len(self.state[p]) != len(own) + len(self.inner.state[master]):
+                self.state[p] = {**own, **self.inner.state[master]}
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Make every parameter its master, rounded: after masters were loaded in place."""
+        for p, master in self._master.items():
+            if master is not p:
+                p.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, with each copy under "master"."""
+        self._show_state()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore masters and inner state in fp32 (torch's own loading would round them to the parameters' dtype)."""
+        masters = {index: held["master"] for index, held in state_dict["state"].items() if "master" in held}
+        inner_state = {
+            index: {key: value for key, value in held.items() if key != "master"}
+            for index, held in state_dict["state"].items()
+        }
+        self.inner.load_state_dict({"state": inner_state, "param_groups": state_dict["param_groups"]})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, value in masters.items():
+            self._master[parameters[index]].copy_(value)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_options(inner))
+        self.state.clear()
+        self._show_state()
+        self.write_back()
+
+
+def _master_of(parameter: Tensor) -> Tensor:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

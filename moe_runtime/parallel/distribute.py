@@ -1,0 +1,163 @@
+"""distribute(): split the experts, then wrap the model in FSDP2 or DDP so that every gradient is divided by the full
+data-parallel size.
+
+A gradient of an expert already sums over the tokens of its whole expert group. Dividing by the expert-data size alone
+would leave it `expert` times too large, so the divisor is the same for every parameter: the number of ranks.
+"""
+
+# E experts over the whole group
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_runtime.comm.layout import ParallelLayout, attach_layout, build_meshes
+from moe_runtime.nn import RoutedExperts
+from moe_runtime.parallel.plan import ParallelPlan
+from moe_runtime.runtime.buckets import GradientBuckets
+
+
+def distribute(model: nn.Module, plan: ParallelPlan) -> nn.Module:
+    """Split and wrap `model` by `plan`; returns the module to call (for DDP, the wrapper).
+
+    The model may hold parameters on meta under FSDP2 (materialize afterwards); DDP needs real ones. Modules inside a
+    `ModuleList` are FSDP2's units, and each set of routed experts is a unit of its own on the expert-data mesh.
+    Raises ValueError on every rank, before any collective, for sizes that do not fit.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shard = plan.shard_degree(world)
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+    _check_experts(experts, plan, world, shard)
+    layout = ParallelLayout(data=plan.data, replicate=plan.replicate, shard=shard, expert=plan.expert)
+    if world > 1 or plan.data != "none":
+        device_type = next(model.parameters()).device.type
+        device_type = device_type if device_type != "meta" else ("cuda" if torch.cuda.is_available() else "cpu")
+        dense, expert_mesh = build_meshes(device_type, replicate=plan.replicate, shard=shard, expert=plan.expert)
+        layout = replace(layout, dense_mesh=dense, expert_mesh=expert_mesh)
+    if plan.expert > 1:
+        assert layout.expert_group is not None
+        for module in experts.values():
+            module.shard_experts(layout.expert_group)
+        names = (f"{prefix}.{name}" for prefix, module in experts.items() for name, _ in module.named_parameters())
+        layout = replace(layout, expert_parameters=frozenset(names))
+    wrapped = _wrap(model, plan, layout)
+    attach_layout(wrapped, layout)
+    attach_layout(model, layout)
+    return wrapped
+
+
+def _check_experts(experts: dict[str, RoutedExperts], plan: ParallelPlan, world: int, shard: int) -> None:
+    if plan.expert > 1 and not experts:
+        raise ValueError(f"expert={plan.expert} needs RoutedExperts modules in the model, found none")
+    for name, module in experts.items():
+        if module.config.num_experts % plan.expert:
+            raise ValueError(
+                f"{name} has {module.config.num_experts} experts, which expert={plan.expert} of {world} ranks "
+                "does not divide"
+            )
+        local, degree = module.config.num_experts // plan.expert, shard // plan.expert
+        uneven = [p for p in module.parameters() if p.dim() == 3 and local % degree and p.shape[1] % degree]
+        if plan.data == "fsdp2" and plan.expert > 1 and uneven:
+            raise ValueError(
+                f"{name}: the {degree} expert-data ranks divide neither its {local} local experts nor its "
+                f"{uneven[0].shape[1]} weight rows; choose another expert or replicate degree"
+            )
+
+
+def _wrap(model: nn.Module, plan: ParallelPlan, layout: ParallelLayout) -> nn.Module:
+    if plan.data == "fsdp2":
+        _fully_shard(model, plan, layout)
+    if plan.data == "ddp":
+        return _data_parallel(model, layout)
+    return model
+
+
+def _fully_shard(model: nn.Module, plan: ParallelPlan, layout: ParallelLayout) -> None:
+    assert layout.dense_mesh is not None and layout.expert_mesh is not None
+    dense = _shard_mesh(layout.dense_mesh, "shard", plan.replicate)
+    options = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
+        "reshard_after_forward": plan.reshard_after_forward,
+    }
+    if layout.expert > 1:
+        expert_data = _shard_mesh(layout.expert_mesh, "expert_data", plan.replicate)
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                _shard_experts(module, expert_data, layout, options)
+    for block in _blocks(model):
+        fully_shard(block, mesh=dense, **options)
+    fully_shard(model, mesh=dense, **options)
+
+
+def _shard_experts(module: RoutedExperts, mesh: DeviceMesh, layout: ParallelLayout, options: dict) -> None:
+    degree = layout.shard // layout.expert
+    local = module.config.num_experts // layout.expert
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(1 if parameter.dim() == 3 and local % degree else 0)
+
+    unit = fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
+    assert isinstance(unit, FSDPModule)
+    unit.set_gradient_divide_factor(float(layout.data_parallel_size))
+    if degree > 1:
+        # gloo has no pre-multiplied sum. On a shard mesh of one rank torch divides by itself, and would do so twice.
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_mesh(mesh: DeviceMesh, axis: str, replicate: int) -> DeviceMesh:
+    return mesh["replicate", axis] if replicate > 1 else mesh[axis]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Repeated blocks: children of the outermost module lists that hold parameters."""
+    found: list[nn.Module] = []
+    for module in model.children():
+        if isinstance(module, nn.ModuleList):
+            found += [child for child in module if next(child.parameters(), None) is not None]
+        else:
+            found += _blocks(module)
+    return found
+
+
+def _data_parallel(model: nn.Module, layout: ParallelLayout) -> nn.Module:
+    assert layout.expert_mesh is not None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("data='ddp' needs materialized parameters, got some on meta; use 'fsdp2' or materialize first")
+    if not layout.expert_parameters:
+        return DistributedDataParallel(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(layout.expert_parameters))
+    wrapped = DistributedDataParallel(model)
+    group = _expert_data_group(layout)
+    parameters = [p for name, p in model.named_parameters() if name in layout.expert_parameters]
+    if group is not None:
+        # DDP broadcasts what it does not ignore; replicas of an expert must start equal as well.
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), group=group, group_src=0)
+    GradientBuckets(
+        [p for p in parameters if p.requires_grad],
+        group=group,
+        scale=1.0 / layout.data_parallel_size,
+        should_reduce=lambda: wrapped.require_backward_grad_sync,
+    )
+    return wrapped
+
+
+def _expert_data_group(layout: ParallelLayout) -> dist.ProcessGroup | None:
+    """All ranks that hold a replica of this rank's experts: over replicate and expert_data together."""
+    if layout.world == layout.expert:
+        return None
+    assert layout.expert_mesh is not None
+    own: dist.ProcessGroup | None = None
+    ranks = layout.expert_mesh.mesh  # (replicate, expert, expert_data)
+    for index in range(layout.expert):
+        members = ranks[:, index, :].reshape(-1).tolist()
+        group = dist.new_group(members)  # every rank creates every group, or creation hangs
+        if layout.rank in members:
+            own = group if isinstance(group, dist.ProcessGroup) else None
+    return own
