@@ -25,7 +25,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     layout = layout_of(model)
     entries: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(model):
-        key, value = _global(name, parameter, layout)
+        key, value = global_view(name, parameter, layout)
         entries[key] = value
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     persistent = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
@@ -43,7 +43,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
                 raise TypeError(
                     f"optimizer state {key!r} of {name} must be a tensor to be saved, got {type(value).__name__}"
                 )
-            full_name, full = _global(name, value, layout) if value.dim() else (name, value)
+            full_name, full = global_view(name, value, layout)
             entries[f"{full_name}.{key}"] = full
     return entries
 
@@ -78,7 +78,8 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.removeprefix("module."), parameter
 
 
-def _global(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, Tensor]:
+def global_view(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, Tensor]:
+    """The name and tensor under which parameter `name`, or something of its shape, stands in a checkpoint."""
     value = value.detach()
     if name not in layout.expert_parameters:
         return name, value
@@ -90,6 +91,8 @@ def _global(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, Tens
             1 for other in layout.expert_parameters if other.startswith(member["stem"]) and _MEMBER.match(other)
         )
         return f"{member['stem']}{int(member['index']) + layout.expert_rank * count}", value
+    if not value.dim():
+        return name, value  # a step count, the same for every expert
     local, within = _local_and_placement(value)
     shape = (value.shape[0] * layout.expert, *value.shape[1:])
     stride = torch.empty(shape, device="meta").stride()

@@ -1,0 +1,95 @@
+"""The command line: `python -m moe_runtime {train,doctor}`.
+
+Start-up is light: this module parses arguments and knows nothing of torch. What a command does is in the module of its
+name, imported by `lazy.load` when the command runs, so that `--help` and a misspelt option answer at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
+
+from moe_runtime.cli import lazy
+from moe_runtime.cli.exits import INTERRUPTED, USAGE, fail
+
+try:
+    import typer
+    from typer.core import TyperCommand
+except ImportError as error:
+    raise ImportError("the command line needs: pip install 'moe-runtime[train]'") from error
+
+RESUME_OPTION, RESUME_LATEST = "--resume", "latest"
+
+# typer brings its own copy of click in some versions: the base of its BadParameter is that copy's usage error.
+UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit code: 0, 2 for a usage or config error, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    command = typer.main.get_command(_app())
+    try:
+        return command.main(arguments, prog_name="moe_runtime", standalone_mode=False) or 0
+    except UsageError as error:
+        # The message of a usage error is what click would print under its usage line.
+        return fail(cast(Any, error).format_message(), code=USAGE)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _app() -> "typer.Typer":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Train grouped mixtures of experts.")
+    app.callback()(_root)
+    app.command("train", cls=_TrainCommand)(train_command)
+    app.command("doctor")(doctor_command)
+    return app
+
+
+class _TrainCommand(TyperCommand):
+    """`--resume` alone means `--resume latest`; click has no option whose value may be left out in every version."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_resume_value(args))
+
+
+def with_resume_value(args: Sequence[str]) -> list[str]:
+    """`args` with 'latest' after each --resume that is followed by nothing, an option or a .toml file."""
+    result: list[str] = []
+    for position, argument in enumerate(args):
+        result.append(argument)
+        following = args[position + 1] if position + 1 < len(args) else "--"
+        if argument == RESUME_OPTION and (following.startswith("-") or following.endswith(".toml")):
+            result.append(RESUME_LATEST)
+    return result
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"moe_runtime {lazy.package_version()}")
+        raise typer.Exit()
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train grouped mixtures of experts."""
+
+
+def train_command(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file; see launch/configs/quickstart.toml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one value of the file.")
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(metavar="[PATH|latest]", help="Go on from a run folder or a checkpoint; alone: the latest run."),
+    ] = "",
+) -> int:
+    """Train the model that CONFIG describes. Under torchrun, srun or mpirun every rank runs this same command."""
+    return lazy.load("train").train(config, overrides or [], resume)
+
+
+def doctor_command() -> int:
+    """Print versions, devices, and which backend each kernel would use and why not a faster one."""
+    return lazy.load("doctor").doctor()

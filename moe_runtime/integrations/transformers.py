@@ -13,7 +13,6 @@ Building goes in four steps, so that no step holds more than one module's full v
 import copy
 import difflib
 import hashlib
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +28,7 @@ from moe_runtime.nn import RoutedExperts, RoutedExpertsConfig, Router, RouterCon
 
 try:
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
     from transformers.integrations import moe as hf_moe
 except ImportError as error:
@@ -74,28 +74,22 @@ class HFRouter(Router):
 def load_config(
     *, config_file: str = "", model_type: str = "", fields: Mapping[str, Any] | None = None
 ) -> PretrainedConfig:
-    """The Hugging Face config of a config.json, or of a model type with some fields set."""
-    if config_file:
-        config = AutoConfig.from_pretrained(config_file)
-        _check_fields(type(config), fields or {})
-        return AutoConfig.from_pretrained(config_file, **dict(fields or {}))
-    if model_type not in transformers.CONFIG_MAPPING:
+    """The Hugging Face config of a config.json, or of a model type with some fields set.
+
+    Raises ConfigError for an unknown type and for values that the config class refuses. Names of fields are not checked
+    here: transformers keeps a misspelled one as an attribute that nothing reads.
+    """
+    if not config_file and model_type not in transformers.CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, transformers.CONFIG_MAPPING.keys(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"model.model_type must be one that transformers knows, got {model_type!r}{hint}")
-    _check_fields(transformers.CONFIG_MAPPING[model_type], fields or {})
-    return AutoConfig.for_model(model_type, **dict(fields or {}))
-
-
-def _check_fields(config_class: type[PretrainedConfig], fields: Mapping[str, Any]) -> None:
-    """transformers keeps a misspelled field as an attribute that nothing reads; refuse it instead."""
-    known = {*config_class().to_dict(), *inspect.signature(config_class.__init__).parameters}
-    known |= set(getattr(config_class, "attribute_map", {}))
-    for name in fields:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean 'model.{near[0]}'?" if near else ""
-            raise ConfigError(f"unknown key 'model.{name}' for model_type {config_class.model_type!r}{hint}")
+    try:
+        if config_file:
+            return AutoConfig.from_pretrained(config_file, **dict(fields or {}))
+        return AutoConfig.for_model(model_type, **dict(fields or {}))
+    except (StrictDataclassError, ValueError, TypeError, AttributeError) as error:
+        source = config_file or model_type
+        raise ConfigError(f"[model] does not make a config of {source!r}: {' '.join(str(error).split())}") from error
 
 
 def build(

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from moe_runtime.core.errors import ConfigError
-from moe_runtime.train.data import DataConfig, cache, prepare
+from moe_runtime.train.data import DataConfig, cache
+from moe_runtime.train.data.cache import prepare
 from moe_runtime.train.data.sources import open_source
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -295,7 +296,8 @@ def test_default_cache_folder(monkeypatch, xdg, expected):
 WORKER = """
 import sys, time
 from pathlib import Path
-from moe_runtime.train.data import DataConfig, cache, prepare
+from moe_runtime.train.data import DataConfig, cache
+from moe_runtime.train.data.cache import prepare
 
 signals, mode = Path(sys.argv[1]), sys.argv[2]
 source, cache_dir = sys.argv[3], sys.argv[4]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime.core.errors import ConfigError
-from moe_runtime.train.data import Sampler
+from moe_runtime.train.data.sampler import Sampler
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**64 - 1)

@@ -1,0 +1,29 @@
+"""How the command line ends when something is wrong: one sentence on standard error, once in a whole launch."""
+
+import sys
+import time
+
+from moe_runtime.comm.bootstrap import likely_rank
+from moe_runtime.core.env import environment
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+WAIT_SECONDS = 5.0
+
+
+def fail(sentence: str, *, code: int, shared: bool = True) -> int:
+    """Print `sentence` as one line on rank 0 and return `code`; other ranks return it after a wait.
+
+    `shared=False` is for errors that may concern this rank alone (a full disk of one host): a rank other than 0 that is
+    still there after the wait says its own.
+    """
+    rank = likely_rank(environment())
+    line = " ".join(sentence.splitlines())
+    if rank == 0:
+        print(f"moe_runtime: {line}", file=sys.stderr, flush=True)
+        return code
+    # Launchers stop every rank when the first one ends with an error. Rank 0 may be slower than this one: leaving now
+    # could have it killed before it has printed. When it is done, the launcher ends this wait.
+    time.sleep(WAIT_SECONDS)
+    if not shared:
+        print(f"moe_runtime: rank {rank}: {line}", file=sys.stderr, flush=True)
+    return code

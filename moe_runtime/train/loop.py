@@ -1,0 +1,264 @@
+"""The training loop: build, resume, step, validate, save. What happens inside a step is in step.py."""
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime import checkpoint
+from moe_runtime.comm.bootstrap import Launch, init_process_group, local_device, shutdown
+from moe_runtime.core.config import to_toml
+from moe_runtime.core.device import peak_bf16_flops, peak_process_bytes
+from moe_runtime.core.errors import CheckpointError
+from moe_runtime.core.log import get_logger
+from moe_runtime.train.config import TOP_K_NAMES, Config, claim_run_dir
+from moe_runtime.train.data.cache import PreparedData
+from moe_runtime.train.data.sampler import Sampler
+from moe_runtime.train.data.tokens import Batch, TokenSplit
+from moe_runtime.train.metrics import MetricsWriter, StepMetrics, max_over_mean, open_wandb
+from moe_runtime.train.profiling import profiled
+from moe_runtime.train.setup import Trainee, build, forward_flops_per_token, learning_rate
+from moe_runtime.train.step import Stepper, StepResult
+
+_LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What every phase of the loop needs."""
+
+    config: Config
+    launch: Launch
+    data: PreparedData
+    folder: Path
+    trainee: Trainee
+    stepper: Stepper
+    first_step: int
+    flops_per_token: float
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stream:
+    """This rank's rows of one split, step by step."""
+
+    split: TokenSplit
+    sampler: Sampler
+    seq_length: int
+    num_microbatches: int
+    dp_rank: int
+    dp_size: int
+
+    def batches(self, step: int) -> list[Batch]:
+        """The microbatches of a step."""
+        return [
+            self.split.sequences(
+                self.sampler.microbatch(
+                    step, index, num_microbatches=self.num_microbatches, dp_rank=self.dp_rank, dp_size=self.dp_size
+                ),
+                self.seq_length,
+            )
+            for index in range(self.num_microbatches)
+        ]
+
+
+def run(config: Config, launch: Launch, hf_config: Any, data: PreparedData) -> Path:
+    """Train by `config`; returns the run folder. Every rank calls it with the same arguments.
+
+    Raises CheckpointError for a checkpoint that cannot be written, read, or that belongs to another model.
+    """
+    device = local_device(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if config.parallel.data != "none":
+        init_process_group(launch, device_type=device.type, timeout_seconds=config.parallel.timeout_seconds)
+    try:
+        return _train(_prepare(config, launch, hf_config, data, device))
+    finally:
+        shutdown()
+
+
+def _prepare(config: Config, launch: Launch, hf_config: Any, data: PreparedData, device: torch.device) -> _Run:
+    torch.manual_seed(config.run.seed + launch.rank)
+    folder = Path(_from_first_rank(str(claim_run_dir(config)) if launch.is_main else ""))
+    source = _checkpoint_to_resume(config, folder)
+    trainee = build(config, hf_config, device)
+    first_step = 0
+    if source is not None:
+        first_step = checkpoint.load(source, trainee.model, trainee.optimizer)["step"]
+        _LOGGER.info("resumed after step %d from %s", first_step, source)
+    if launch.is_main:
+        saved = replace(config, run=replace(config.run, dir=str(folder), resume=""))
+        (folder / "config.toml").write_text(to_toml(saved))
+        hf_config.to_json_file(folder / "model.json")
+    top_k = hf_top_k(hf_config)
+    return _Run(
+        config=config,
+        launch=launch,
+        data=data,
+        folder=folder,
+        trainee=trainee,
+        stepper=Stepper(config, trainee),
+        first_step=first_step,
+        flops_per_token=3 * forward_flops_per_token(trainee.model, trainee.layout, trainee.num_experts, top_k),
+    )
+
+
+def _train(run: _Run) -> Path:
+    config = run.config
+    stream = _stream(run, train=True)
+    _describe(run)
+    with (
+        _metrics(run) as metrics,
+        profiled(config.profile, run.folder, run.launch.rank) as after_step,
+    ):
+        for step in range(run.first_step, config.train.steps):
+            started = time.perf_counter()
+            lr = learning_rate(config.optim, step, config.train.steps)
+            result = run.stepper.step(stream.batches(step), lr)
+            seconds = time.perf_counter() - started
+            done = step + 1
+            row = _row(run, done, result, lr, seconds, _validation(run, done))
+            metrics.write(row, line=done % config.train.log_every == 0 or done == config.train.steps)
+            metrics.append_load(done, result.load_LE.numpy())
+            after_step()
+            if done == config.train.steps or (
+                config.train.checkpoint_every and done % config.train.checkpoint_every == 0
+            ):
+                _save(run, done)
+    return run.folder
+
+
+def _stream(run: _Run, *, train: bool) -> _Stream:
+    config = run.config
+    split = run.data.train if train else run.data.validation
+    # A validation batch is as large as a training microbatch, which is known to fit.
+    microbatches = config.train.microbatches if train else 1
+    size = config.train.global_batch_size // config.train.microbatches * microbatches
+    return _Stream(
+        split=split,
+        seq_length=config.data.seq_length,
+        num_microbatches=microbatches,
+        dp_rank=run.launch.rank,
+        dp_size=run.trainee.layout.data_parallel_size,
+        sampler=Sampler(
+            num_sequences=split.num_sequences(config.data.seq_length),
+            global_batch_size=size,
+            seed=config.run.seed if train else 0,
+        ),
+    )
+
+
+def _validation(run: _Run, done: int) -> float | None:
+    """The validation loss after `done` steps, where one is due: the same sequences every time."""
+    every = run.config.train.validate_every
+    if not every or not (done == 1 or done % every == 0 or done == run.config.train.steps):
+        return None
+    stream = _stream(run, train=False)
+    return run.stepper.evaluate(
+        [batch for index in range(run.config.train.validation_batches) for batch in stream.batches(index)]
+    )
+
+
+def _row(run: _Run, done: int, result: StepResult, lr: float, seconds: float, val_loss: float | None) -> StepMetrics:
+    config, device = run.config, run.trainee.device
+    tokens = config.train.global_batch_size * config.data.seq_length
+    memory, mfu = peak_process_bytes(), None
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        peak = peak_bf16_flops(torch.cuda.get_device_name(device))
+        if peak is not None and config.train.dtype == "bfloat16":
+            mfu = run.flops_per_token * tokens / seconds / (peak * run.launch.world_size)
+    return StepMetrics(
+        step=done,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=lr,
+        tokens_per_second=tokens / seconds,
+        step_seconds=seconds,
+        memory_bytes=memory,
+        expert_load_max_over_mean=max_over_mean(result.load_LE.numpy()),
+        val_loss=val_loss,
+        aux_loss=result.aux_loss,
+        mfu=mfu,
+    )
+
+
+def _metrics(run: _Run) -> MetricsWriter:
+    config = run.config
+    wandb_run = None
+    if config.log.wandb and run.launch.is_main:
+        wandb_run = open_wandb(run.folder, project=config.log.wandb_project, config=asdict(config))
+    return MetricsWriter(
+        run.folder,
+        is_main=run.launch.is_main,
+        total_steps=config.train.steps,
+        tensorboard=config.log.tensorboard,
+        wandb_run=wandb_run,
+        resumed_step=run.first_step or None,
+    )
+
+
+def _save(run: _Run, done: int) -> None:
+    facts = {"seed": run.config.run.seed, "global_batch_size": run.config.train.global_batch_size}
+    path = checkpoint.save(
+        run.checkpoints, done, run.trainee.model, run.trainee.optimizer, facts, keep=run.config.checkpoint.keep
+    )
+    _LOGGER.info("checkpoint %s", path)
+
+
+def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
+    if not config.run.resume:
+        return None
+    source = folder if config.run.resume == "latest" else Path(config.run.resume)
+    if (source / "manifest.json").is_file():
+        return source
+    found = checkpoint.latest(source / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"nothing to resume: {source / 'checkpoints'} holds no whole checkpoint")
+    return found
+
+
+def hf_top_k(hf_config: Any) -> int:
+    """Experts a token is sent to, by the name that this config class gives it."""
+    from_text = getattr(hf_config, "get_text_config", lambda: hf_config)()
+    for name in TOP_K_NAMES:
+        if isinstance(value := getattr(from_text, name, None), int):
+            return value
+    return 1
+
+
+def _describe(run: _Run) -> None:
+    trainee, layout = run.trainee, run.trainee.layout
+    total = sum(
+        p.numel() * (layout.expert if name.removeprefix("module.") in layout.expert_parameters else 1)
+        for name, p in trainee.model.named_parameters()
+    )
+    _LOGGER.info(
+        "%s: %.1f M parameters, %d MoE layers of %d experts; %d ranks: expert %d, data %s; "
+        "%d training tokens; run folder %s",
+        type(trainee.inner).__name__.removeprefix("FSDP"),
+        total / 1e6,
+        trainee.num_moe_layers,
+        trainee.num_experts,
+        run.launch.world_size,
+        layout.expert,
+        layout.data,
+        run.data.train.num_tokens,
+        run.folder,
+    )
+
+
+def _from_first_rank(value: str) -> str:
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

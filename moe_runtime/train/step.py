@@ -1,0 +1,125 @@
+"""One optimizer step: forward and backward of every microbatch, one reduction, one clip, one update.
+
+The loss is the sum over tokens divided by the tokens of the global batch. Replicas' gradients are averaged by DDP and
+FSDP2, so each rank's part is multiplied by their number first; nothing then depends on how many ranks there are.
+"""
+
+# B sequences of a microbatch on this rank   S tokens of a sequence   V vocabulary   L MoE layers   E experts
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_runtime.integrations.transformers import selection_biases
+from moe_runtime.nn import LoadMeter, load_balancing_loss, step_selection_biases
+from moe_runtime.optim import clip_grad_norm_
+from moe_runtime.train.config import Config
+from moe_runtime.train.data.tokens import Batch
+from moe_runtime.train.setup import Trainee
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Global values of one step, on the host."""
+
+    loss: float
+    grad_norm: float
+    aux_loss: float | None
+    load_LE: Tensor
+
+
+class Stepper:
+    """Runs steps of one trainee by one configuration."""
+
+    def __init__(self, config: Config, trainee: Trainee) -> None:
+        self.config, self.trainee = config, trainee
+        self._meter = LoadMeter(trainee.num_moe_layers, trainee.num_experts, trainee.device)
+        self._biases = selection_biases(trainee.inner) if config.router.bias_update_rate > 0 else []
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """Train on this rank's rows of one global batch."""
+        trainee, config = self.trainee, self.config
+        trainee.model.train()
+        self._meter.start_step()
+        num_tokens = config.train.global_batch_size * config.data.seq_length
+        losses = torch.zeros(2, dtype=torch.float64, device=trainee.device)
+        for index, batch in enumerate(microbatches):
+            with gradient_sync(trainee.model, last=index == len(microbatches) - 1):
+                losses += self._backward(batch, num_tokens)
+        max_norm = config.optim.clip_norm or float("inf")
+        grad_norm = clip_grad_norm_(trainee.model, max_norm)
+        for group in trainee.optimizer.param_groups:
+            group["lr"] = lr
+        trainee.optimizer.step()
+        trainee.optimizer.zero_grad(set_to_none=True)
+        load_LE = self._meter.global_counts()
+        if self._biases:
+            step_selection_biases(self._biases, load_LE, config.router.bias_update_rate)
+        if dist.is_initialized():
+            dist.all_reduce(losses)
+        loss, aux_loss = losses.tolist()
+        uses_aux = config.router.aux_loss_coefficient > 0
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm.item(),
+            aux_loss=aux_loss / trainee.num_moe_layers if uses_aux else None,
+            load_LE=load_LE.cpu(),
+        )
+
+    def _backward(self, batch: Batch, num_tokens: int) -> Tensor:
+        """This rank's part of (loss, auxiliary loss), float64 (2,)."""
+        trainee, coefficient = self.trainee, self.config.router.aux_loss_coefficient
+        with trainee.recorder.recording() as routed:
+            loss = token_loss(trainee.model, batch, trainee.device) / num_tokens
+        self._meter.add(routed.ids_TK)
+        objective, aux_loss = loss, torch.zeros_like(loss)
+        if coefficient > 0:
+            counts_LE = self._meter.global_counts()
+            aux_loss = load_balancing_loss(routed.logits_TE, counts_LE, num_tokens)
+            objective = loss + coefficient * aux_loss
+        (objective * trainee.layout.data_parallel_size).backward()
+        return torch.stack([loss.detach(), aux_loss.detach()]).double()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss a token over the batches of all ranks."""
+        trainee = self.trainee
+        trainee.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=trainee.device)
+        for batch in batches:
+            totals[0] += token_loss(trainee.model, batch, trainee.device).double()
+            totals[1] += batch.labels_BS.numel()
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        loss, num_tokens = totals.tolist()
+        return loss / num_tokens
+
+
+def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Sum over tokens of the next token's cross entropy in nats, fp32."""
+    ids_BS, labels_BS, positions_BS = (
+        tensor.to(device, non_blocking=True) for tensor in (batch.input_ids_BS, batch.labels_BS, batch.position_ids_BS)
+    )
+    # Without a cache, Hugging Face reads document boundaries off positions that restart.
+    logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels_BS.flatten(), reduction="sum")
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Reduce gradients in the last microbatch's backward only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    yield
