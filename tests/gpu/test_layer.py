@@ -6,7 +6,12 @@ from torch import Tensor
 
 import moe_runtime as mr
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch says so whenever the mode is set.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+]
 
 # Relative norm of the error against fp64, worst seen over these cases: 4e-3 in bf16.
 TOLERANCE = 1e-2

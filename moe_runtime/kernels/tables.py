@@ -1,0 +1,13 @@
+"""Every op's backend table, in one place: what a report about this machine goes through."""
+
+import torch
+
+from moe_runtime.kernels import combine, grouped_gemm, permute, swiglu
+from moe_runtime.kernels.select import Selection
+
+TABLES = (permute.ROUTE, permute.GATHER_ROWS, combine.TABLE, swiglu.TABLE, grouped_gemm.TABLE)
+
+
+def describe(device: torch.device) -> list[Selection]:
+    """(op, chosen backend, ["backend: reason", ...] for each one passed over) of every op on `device`."""
+    return [table.describe(device) for table in TABLES]
