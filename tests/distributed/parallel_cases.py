@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import moe_runtime as mr
 from moe_runtime import checkpoint
@@ -78,8 +78,19 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         key, value = tensors.global_view(name.removeprefix("module."), parameter.grad, layout)
-        found[key] = value.full_tensor() if isinstance(value, DTensor) else value
+        found[key] = whole(value)
     return {name: value.clone() for name, value in found.items()}
+
+
+def whole(value: Tensor) -> Tensor:
+    """The full tensor, gathered one mesh axis at a time: torch 2.11 cannot gather both axes of our mesh at once."""
+    if not isinstance(value, DTensor):
+        return value
+    for axis in reversed(range(value.device_mesh.ndim)):
+        placements = list(value.placements)
+        placements[axis] = Replicate()
+        value = value.redistribute(placements=placements)
+    return value.to_local()
 
 
 def train(
@@ -142,10 +153,7 @@ def _adam_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     entries = {**tensors.model_tensors(model), **tensors.optimizer_tensors(model, optimizer)}
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in entries.items()
-    }
+    return {name: whole(value).detach().clone() for name, value in entries.items()}
 
 
 class Layer(nn.Module):
