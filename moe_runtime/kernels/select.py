@@ -2,12 +2,13 @@
 
 Each op's folder holds its own table; kernels/tables.py lists them all. A backend refuses a problem with a reason, which
 the caller sees: in the log (once) where a backend made for the device was passed over, in an error where it was asked
-for by name. The native CPU backend is moe_runtime._C, which an install may lack.
+for by name. The native CPU backend is moe_runtime._C, which an install may lack; so may triton, the GPU's.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -134,16 +135,42 @@ def native_status() -> NativeStatus:
 
 def native(run: Any, *dtypes: torch.dtype) -> Backend:
     """The backend of moe_runtime._C for problems whose first tensor has one of `dtypes`."""
-    takes = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
     def refuses(problem: Problem) -> str | None:
-        if not _NATIVE.available:
-            return _NATIVE.reason
-        if problem.tensors[0].dtype not in dtypes:
-            return f"takes {takes}, got {problem.tensors[0].dtype}"
-        return None
+        return _refuses_dtype(problem, dtypes) if _NATIVE.available else _NATIVE.reason
 
     return Backend("native", refuses, run, device="cpu")
+
+
+def triton_missing() -> str | None:
+    """Why the Triton kernels cannot be imported in this process, None where they can. Does not import triton."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch is built without CUDA"
+    return None
+
+
+def triton(run: Any | None, *dtypes: torch.dtype) -> Backend:
+    """The Triton backend for problems whose first tensor has one of `dtypes`; `run` is None where triton_missing()."""
+    missing = triton_missing()
+
+    def refuses(problem: Problem) -> str | None:
+        if missing is not None:
+            return missing
+        index, current = problem.tensors[0].device.index, torch.cuda.current_device()
+        if index != current:  # a launch goes to the current device, wherever its tensors are
+            return f"runs on the current device cuda:{current}, got cuda:{index}"
+        return _refuses_dtype(problem, dtypes)
+
+    return Backend("triton", refuses, run, device="cuda")
+
+
+def _refuses_dtype(problem: Problem, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if problem.tensors[0].dtype in dtypes:
+        return None
+    takes = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"takes {takes}, got {problem.tensors[0].dtype}"
 
 
 def reference(run: Any) -> Backend:

@@ -81,7 +81,8 @@ def test_describe_covers_every_table() -> None:
     expected = "native" if native_status().available else "reference"
     assert {selections[op].chosen for op in rows} == {expected}
     meta = {selection.op: selection for selection in describe(torch.device("meta"))}
-    assert meta["swiglu"] == ("swiglu", "reference", ["native: runs on cpu tensors, got meta"])
+    refusals = ["native: runs on cpu tensors, got meta", "triton: runs on cuda tensors, got meta"]
+    assert meta["swiglu"] == ("swiglu", "reference", refusals)
 
 
 def run_every_op(backend: str | None = None, *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -127,6 +128,28 @@ def test_native_refuses_other_dtypes_by_name(native_ops: Any) -> None:
     assert run_every_op(dtype=torch.float64)[-1].dtype == torch.float64
 
 
+def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(select, "find_spec", lambda name: name)
+    assert select.triton(None).refuses(problem()) == "this torch is built without CUDA"
+    monkeypatch.setattr(select, "find_spec", lambda name: None)
+    assert select.triton(None).refuses(problem()) == "triton is not installed"
+    with pytest.raises(UnsupportedError, match=r"triton: runs on cuda tensors, got cpu"):
+        run_every_op("triton")
+
+
+def test_triton_refuses_other_dtypes_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(select, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what a CPU tensor's device index is
+    backend = select.triton("run", torch.float32)
+    assert backend.refuses(problem()) is None
+    assert backend.refuses(Problem((torch.empty(1, dtype=torch.float64),))) == "takes float32, got torch.float64"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert backend.refuses(problem()) == "runs on the current device cuda:1, got cuda:None"
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_every_op_traces_in_one_graph(native_ops: Any, device: str) -> None:
     compiled = torch.compile(run_every_op, backend="aot_eager", fullgraph=True)
@@ -145,11 +168,11 @@ def test_the_reference_never_waits_for_the_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        routed = route(ids_TK, 7)
-        y_RD = gather_rows(x_TD, routed.slot_R, routed.ends_E, top_k=3)
-        out_TD = gather_sum(y_RD, routed.row_TK)
-        a_RF = swiglu(y_RD, gate_R, layout="interleaved")
-        dh_RH, dgate_R = swiglu_backward(a_RF, y_RD, gate_R, layout="interleaved")
+        routed = route(ids_TK, 7, backend="reference")
+        y_RD = gather_rows(x_TD, routed.slot_R, routed.ends_E, top_k=3, backend="reference")
+        out_TD = gather_sum(y_RD, routed.row_TK, backend="reference")
+        a_RF = swiglu(y_RD, gate_R, layout="interleaved", backend="reference")
+        dh_RH, dgate_R = swiglu_backward(a_RF, y_RD, gate_R, layout="interleaved", backend="reference")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_cpu = route(ids_TK.cpu(), 7)

@@ -8,11 +8,18 @@ Routing weights are applied before (in kernels/swiglu); the way out is in kernel
 from torch import Tensor
 
 from moe_runtime.kernels.combine import _native, _reference
-from moe_runtime.kernels.select import Problem, Table, native, reference
+from moe_runtime.kernels.select import Problem, Table, native, reference, triton, triton_missing
 
 __all__ = ["TABLE", "gather_sum"]
 
-TABLE = Table("gather_sum", (native(_native.gather_sum, *_native.DTYPES), reference(_reference.gather_sum)))
+if triton_missing() is None:
+    from moe_runtime.kernels.combine import _triton
+
+    _ON_GPU = triton(_triton.gather_sum, *_triton.DTYPES)
+else:
+    _ON_GPU = triton(None)
+
+TABLE = Table("gather_sum", (native(_native.gather_sum, *_native.DTYPES), _ON_GPU, reference(_reference.gather_sum)))
 
 
 def gather_sum(y_RD: Tensor, row_TK: Tensor, *, backend: str | None = None) -> Tensor:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moe_runtime.kernels.select import Problem
+from moe_runtime.kernels.select import Problem, triton_missing
+
+if triton_missing() is None:
+    from moe_runtime.kernels.grouped_gemm import _triton_tail
+
+    _zero_tail_on_gpu = _triton_tail.zero_tail
+else:
+    _zero_tail_on_gpu = None
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT_BYTES = 16
@@ -46,8 +53,14 @@ def ragged_k_gemm_tn(dy_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
 
 def _dense(operand: Tensor) -> Tensor:
     """The operand with whole rows in memory at an aligned address: what grouped_mm reads."""
-    operand = operand.contiguous()
-    return operand.clone() if operand.data_ptr() % _ALIGNMENT_BYTES else operand
+    # `contiguous()` would keep any stride of a dimension of size 0 or 1; grouped_mm reads them all the same.
+    expected, canonical = 1, True
+    for size, stride in zip(reversed(operand.shape), reversed(operand.stride()), strict=True):
+        canonical = canonical and stride == expected
+        expected *= max(size, 1)
+    if canonical and operand.data_ptr() % _ALIGNMENT_BYTES == 0:
+        return operand
+    return torch.empty(operand.shape, dtype=operand.dtype, device=operand.device).copy_(operand)
 
 
 def _zero_tail(y_RF: Tensor, ends_E: Tensor) -> Tensor:
@@ -56,6 +69,9 @@ def _zero_tail(y_RF: Tensor, ends_E: Tensor) -> Tensor:
     if y_RF.device.type == "cpu":
         y_RF[int(ends_E[-1]) :].zero_()
         return y_RF
+    on_gpu = y_RF.device.type == "cuda"
+    if on_gpu and _zero_tail_on_gpu is not None and y_RF.device.index == torch.cuda.current_device():
+        return _zero_tail_on_gpu(y_RF, ends_E)
     # Selecting, not multiplying: what stands in an unwritten row may be NaN. No host wait.
     past_R = torch.arange(y_RF.shape[0], device=y_RF.device) >= ends_E[-1]
     return y_RF.masked_fill_(past_R[:, None], 0)

@@ -13,14 +13,28 @@ from torch import Tensor
 
 from moe_runtime.kernels.permute import _native, _reference
 from moe_runtime.kernels.permute._reference import Route
-from moe_runtime.kernels.select import Problem, Table, native, reference
+from moe_runtime.kernels.select import Problem, Table, native, reference, triton, triton_missing
 
 __all__ = ["GATHER_ROWS", "ROUTE", "Route", "gather_rows", "route"]
 
+if triton_missing() is None:
+    from moe_runtime.kernels.permute import _triton
+
+    _ROUTE_ON_GPU = triton(_triton.route, *_native.ID_DTYPES)
+    _GATHER_ON_GPU = triton(_triton.gather_rows, *_triton.DTYPES)
+else:
+    _ROUTE_ON_GPU = triton(None)
+    _GATHER_ON_GPU = triton(None)
+
 ROUTE = Table(
-    "route", (native(_native.route, *_native.ID_DTYPES), reference(_reference.route)), probe_dtype=_native.ID_DTYPES[0]
+    "route",
+    (native(_native.route, *_native.ID_DTYPES), _ROUTE_ON_GPU, reference(_reference.route)),
+    probe_dtype=_native.ID_DTYPES[0],
 )
-GATHER_ROWS = Table("gather_rows", (native(_native.gather_rows, *_native.DTYPES), reference(_reference.gather_rows)))
+GATHER_ROWS = Table(
+    "gather_rows",
+    (native(_native.gather_rows, *_native.DTYPES), _GATHER_ON_GPU, reference(_reference.gather_rows)),
+)
 
 
 def route(ids_TK: Tensor, num_experts: int, *, backend: str | None = None) -> Route:

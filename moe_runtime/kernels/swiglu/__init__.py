@@ -14,14 +14,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.select import Problem, Table, native, reference
+from moe_runtime.kernels.select import Problem, Table, native, reference, triton, triton_missing
 from moe_runtime.kernels.swiglu import _native, _reference
 
 __all__ = ["TABLE", "Layout", "swiglu", "swiglu_backward"]
 
 Layout = Literal["concatenated", "interleaved"]
 
-TABLE = Table("swiglu", (native(_native, *_native.DTYPES), reference(_reference)))
+if triton_missing() is None:
+    from moe_runtime.kernels.swiglu import _triton
+
+    _ON_GPU = triton(_triton, *_triton.DTYPES)
+else:
+    _ON_GPU = triton(None)
+
+TABLE = Table("swiglu", (native(_native, *_native.DTYPES), _ON_GPU, reference(_reference)))
 
 
 def swiglu(
