@@ -19,13 +19,15 @@ _HOME = {
     "RoutedExpertsConfig": "moe_runtime.nn",
     "Router": "moe_runtime.nn",
     "RouterConfig": "moe_runtime.nn",
+    "WgradCoordinator": "moe_runtime.runtime",
     "distribute": "moe_runtime.parallel",
 }
-_SUBPACKAGES = ("checkpoint", "optim")
+_SUBPACKAGES = ("checkpoint", "optim", "parallel")
 
 if TYPE_CHECKING:
     from moe_runtime import checkpoint as checkpoint
     from moe_runtime import optim as optim
+    from moe_runtime import parallel as parallel
     from moe_runtime.nn import GroupedLinear as GroupedLinear
     from moe_runtime.nn import GroupedMLP as GroupedMLP
     from moe_runtime.nn import RoutedExperts as RoutedExperts
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from moe_runtime.nn import RouterConfig as RouterConfig
     from moe_runtime.parallel import ParallelPlan as ParallelPlan
     from moe_runtime.parallel import distribute as distribute
+    from moe_runtime.runtime import WgradCoordinator as WgradCoordinator
     from moe_runtime.tensor import GroupedTensor as GroupedTensor
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(kw_only=True)
@@ -75,6 +76,7 @@ class _Start(torch.autograd.Function):
         return exchange.launch(rows_SD, reverse=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, placeholder_RD: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.finish(), None
 
@@ -87,6 +89,7 @@ class _Wait(torch.autograd.Function):
         return received_RD.view_as(received_RD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, drows_RD: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.launch(drows_RD, reverse=True)
         # The gradient that travels has as many rows as were sent, the one autograd wants here as many as were

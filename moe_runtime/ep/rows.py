@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_runtime.kernels.combine import gather_sum
 from moe_runtime.kernels.permute import Route, gather_rows
@@ -37,6 +38,7 @@ class _Gather(torch.autograd.Function):
         return gather_rows(x_TD, slot_R, ends_E, top_k=row_TK.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None, None, None]:
         (row_TK,) = ctx.saved_tensors
         return gather_sum(dy_RD, row_TK), None, None, None
@@ -50,6 +52,7 @@ class _SumRows(torch.autograd.Function):
         return gather_sum(y_RD, row_TK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor, None, None, None]:
         slot_R, ends_E = ctx.saved_tensors
         return gather_rows(dout_TD, slot_R, ends_E, top_k=ctx.top_k), None, None, None
@@ -63,6 +66,7 @@ class _GatherGates(torch.autograd.Function):
         return gates_TK.reshape(-1).index_select(0, slot_R).masked_fill_(past_R, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dgate_R: Tensor) -> tuple[Tensor, None, None, None]:
         (row_TK,) = ctx.saved_tensors
         # A slot has one row at most, so the gradient is a selection too; a dropped slot (-1) gets exactly 0.

@@ -2,10 +2,11 @@
 
 from moe_runtime.functional.activation import Activation, Layout, activate, check_activation
 from moe_runtime.functional.ends import ends_from_splits
-from moe_runtime.functional.grouped_linear import add_expert_bias, grouped_linear
+from moe_runtime.functional.grouped_linear import HeldWeight, add_expert_bias, grouped_linear
 
 __all__ = [
     "Activation",
+    "HeldWeight",
     "Layout",
     "activate",
     "add_expert_bias",

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moe_runtime.kernels.swiglu import swiglu, swiglu_backward
@@ -79,6 +80,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu(h_RH, gate_R, layout=layout)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
         h_RH, gate_R = ctx.saved_tensors
         dh_RH, dgate_R = swiglu_backward(da_RF, h_RH, gate_R, layout=ctx.layout)

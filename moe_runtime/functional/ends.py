@@ -17,10 +17,12 @@ def ends_from_splits(
     Raises ValueError for a wrong count, a negative split, or more rows than there are; values that live on a GPU are
     not read here.
     """
-    splits_E = splits if isinstance(splits, Tensor) else torch.tensor(splits, dtype=torch.int64)
+    splits_E = splits if isinstance(splits, Tensor) else torch.tensor(list(splits) or [0][:0])
     if splits_E.shape != (num_experts,):
         raise ValueError(f"splits must have shape ({num_experts},), rows per expert; got {tuple(splits_E.shape)}")
-    if splits_E.dtype.is_floating_point or splits_E.dtype in (torch.bool, torch.complex64, torch.complex128):
+    if splits_E.numel() and (
+        splits_E.dtype.is_floating_point or splits_E.dtype in (torch.bool, torch.complex64, torch.complex128)
+    ):
         raise TypeError(f"splits must hold integers, got {splits_E.dtype}")
     if splits_E.device.type == "cpu":
         counts = splits_E.tolist()

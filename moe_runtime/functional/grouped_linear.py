@@ -7,38 +7,55 @@ wgrad   dw[e] = dy[rows of e].T @ x[rows of e]
 
 # R routed rows   D in features   F out features   E local experts
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_runtime.kernels.grouped_gemm import ragged_k_gemm_tn, ragged_m_gemm_nn, ragged_m_gemm_nt
+from moe_runtime.runtime.schedules import WgradSlot
 
 
-def grouped_linear(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class HeldWeight:
+    """A stacked weight (E, F, D) as one forward uses it, and where its gradient is handed in (None: in its place)."""
+
+    value: Tensor
+    slot: WgradSlot | None = None
+
+
+def grouped_linear(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, slot: WgradSlot | None = None) -> Tensor:
     """y[r] = x[r] @ w[e(r)].T, shape (R, F), for the expert e(r) that owns row r.
 
     x_RD    rows sorted by expert; those from ends[-1] on are not read, come out as 0 and get gradient 0
     w_EFD   stacked weights, same dtype as x
     ends_E  int32 cumulative rows per expert, on x's device
+    slot    takes the weight gradient over, to be computed later; None computes it beside dx
     An expert without rows gets an exactly zero gradient. With R = 0 the graph stays connected.
     """
-    return _GroupedLinear.apply(x_RD, w_EFD, ends_E)
+    return _GroupedLinear.apply(x_RD, w_EFD, ends_E, slot)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(ctx: Any, x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, slot: WgradSlot | None) -> Tensor:
         ctx.save_for_backward(x_RD, w_EFD, ends_E)
+        ctx.slot = slot
         return ragged_m_gemm_nt(x_RD, w_EFD, ends_E)
 
     @staticmethod
-    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RD, w_EFD, ends_E = ctx.saved_tensors
-        need_dx, need_dw, _ = ctx.needs_input_grad
+        need_dx, need_dw, *_ = ctx.needs_input_grad
         dx_RD = ragged_m_gemm_nn(dy_RF, w_EFD, ends_E) if need_dx else None
-        dw_EFD = ragged_k_gemm_tn(dy_RF, x_RD, ends_E) if need_dw else None
-        return dx_RD, dw_EFD, None
+        dw_EFD = None
+        if need_dw and ctx.slot is None:
+            dw_EFD = ragged_k_gemm_tn(dy_RF, x_RD, ends_E)
+        elif need_dw:
+            dw_EFD = ctx.slot.submit(lambda: ragged_k_gemm_tn(dy_RF, x_RD, ends_E), (dy_RF, x_RD), w_EFD)
+        return dx_RD, dw_EFD, None, None
 
 
 def add_expert_bias(y_RF: Tensor, bias_EF: Tensor, ends_E: Tensor, gate_R: Tensor | None = None) -> Tensor:
@@ -52,6 +69,8 @@ def add_expert_bias(y_RF: Tensor, bias_EF: Tensor, ends_E: Tensor, gate_R: Tenso
     padded_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
     bias_RF = _SelectRows.apply(padded_EF, owner_R, ends_E)
     if gate_R is not None:
+        # Selected, not multiplied away: the gate of a row past the end may be NaN.
+        gate_R = gate_R.masked_fill(rows_R >= ends_E[-1], 0)
         bias_RF = bias_RF * gate_R.to(bias_RF.dtype)[:, None]
     return y_RF + bias_RF
 
@@ -65,6 +84,7 @@ class _SelectRows(torch.autograd.Function):
         return table_EF.index_select(0, owner_R)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor, None, None]:
         (ends_E,) = ctx.saved_tensors
         # The ones fill a 16-byte row, so that every backend takes them; column 0 holds the sum.

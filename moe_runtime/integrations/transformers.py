@@ -98,11 +98,13 @@ def build(
     experts_backend: str = "grouped",
     single_grouped_weight: bool = True,
     balance_bias: bool = False,
+    delay_wgrad_compute: bool = False,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """The causal language model of `config` on meta.
 
     experts_backend  "grouped": RoutedExperts in place of every experts module; "hf": Hugging Face's own grouped_mm path
+    delay_wgrad_compute  the experts' weight gradients are computed after backward, by a deferred coordinator
     balance_bias     routers get a selection bias for auxiliary-loss-free balancing, where their class has none
     Raises UnsupportedError, naming the class, for experts or routers that cannot be replaced.
     """
@@ -114,7 +116,8 @@ def build(
         raise UnsupportedError(f"{type(model).__name__} has no experts module that this version knows how to find")
     if experts_backend == "grouped":
         for name, module in experts_modules(model).items():
-            model.set_submodule(name, _routed_experts(module, single_grouped_weight, dtype))
+            routed = _routed_experts(module, dtype, single_grouped_weight, delay_wgrad_compute)
+            model.set_submodule(name, routed)
     if balance_bias:
         for name, module in router_modules(model).items():
             if not hasattr(module, "e_score_correction_bias"):
@@ -147,7 +150,9 @@ def _router_recorder(model: nn.Module) -> Any:
     return None
 
 
-def _routed_experts(source: nn.Module, single_grouped_weight: bool, dtype: torch.dtype | None) -> HFRoutedExperts:
+def _routed_experts(
+    source: nn.Module, dtype: torch.dtype | None, single_grouped_weight: bool, delay_wgrad_compute: bool
+) -> HFRoutedExperts:
     up_name, down = _up_name(source), source.get_parameter("down_proj")
     up = source.get_parameter(up_name)
     if getattr(source, "has_post_expert_norm", False):
@@ -168,6 +173,7 @@ def _routed_experts(source: nn.Module, single_grouped_weight: bool, dtype: torch
         gate_up_layout="concatenated" if source.is_concatenated else "interleaved",
         bias=bool(source.has_bias),
         single_grouped_weight=single_grouped_weight,
+        delay_wgrad_compute=delay_wgrad_compute,
     )
     return HFRoutedExperts(source, config, dtype=dtype)
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
     """int64 (E,): slots that chose each expert; negative ids count nowhere. No host wait."""
-    ids = ids_TK.reshape(-1)
-    slot = torch.where(ids < 0, num_experts, ids)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    # Slot 0 takes what is dropped; an id past the last expert is past the end, and scatter_add_ refuses it.
+    slot = ids_TK.reshape(-1).clamp(min=-1).to(torch.int64) + 1
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=slot.device)
     # Integer additions commute, so scattering them is deterministic on every device.
-    return counts.scatter_add_(0, slot, torch.ones_like(slot, dtype=torch.int64))[:num_experts]
+    return counts.scatter_add_(0, slot, torch.ones_like(slot))[1:]
 
 
 def load_balancing_loss(logits: Sequence[Tensor], counts_LE: Tensor, num_tokens: int) -> Tensor:

@@ -8,8 +8,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from moe_runtime.functional import add_expert_bias, ends_from_splits, grouped_linear
+from moe_runtime.functional import HeldWeight, add_expert_bias, ends_from_splits, grouped_linear
+from moe_runtime.runtime import WgradCoordinator, late_node
 from moe_runtime.tensor import GroupedTensor
 
 
@@ -33,6 +35,7 @@ class GroupedLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         single_grouped_weight: bool = True,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
@@ -41,6 +44,11 @@ class GroupedLinear(nn.Module):
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.single_grouped_weight = single_grouped_weight
         self.use_bias = bias
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._coordinator: WgradCoordinator | None = None
+        self._wgrad_name = ""
+        if delay_wgrad_compute:
+            WgradCoordinator("deferred", side_stream=False).adopt("", self)
         weight_EFD = torch.empty(num_gemms, out_features, in_features, dtype=dtype, device=device)
         bias_EF = torch.empty(num_gemms, out_features, dtype=dtype, device=device) if bias else None
         self._register("weight", weight_EFD)
@@ -58,13 +66,17 @@ class GroupedLinear(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Every way to attach a parameter comes through here; a stacked weight becomes a GroupedTensor."""
-        if name == "weight" and param is not None and type(param) in (nn.Parameter, Tensor):
+        if name == "weight" and param is not None and not isinstance(param, DTensor):
             if param.shape != (self.num_gemms, self.out_features, self.in_features):
                 raise ValueError(
                     f"weight must have shape ({self.num_gemms}, {self.out_features}, {self.in_features}), "
                     f"(experts, out, in); got {tuple(param.shape)}"
                 )
-            param = nn.Parameter(GroupedTensor.pack(param.detach()), requires_grad=param.requires_grad)
+            if not isinstance(param, GroupedTensor):
+                param = nn.Parameter(GroupedTensor.pack(param.detach()), requires_grad=param.requires_grad)
+        if param is not None and name.startswith("weight") and self.__dict__.get("delay_wgrad_compute", False):
+            # Before any reducer looks: its own hook would fire when backward ends, and the gradient comes later.
+            param.skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -88,11 +100,59 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"rows must have shape (R, {self.in_features}), got {tuple(x_RD.shape)}")
         return ends_from_splits(splits, num_experts=self.num_gemms, num_rows=x_RD.shape[0], device=x_RD.device)
 
-    def forward_ends(self, x_RD: Tensor, ends_E: Tensor, gate_R: Tensor | None = None) -> Tensor:
-        """The layer for rows whose ends are known; `gate_R` scales the bias when the rows came scaled by it."""
-        y_RF = grouped_linear(x_RD, self.stacked_weight(), ends_E)
+    def forward_ends(
+        self, x_RD: Tensor, ends_E: Tensor, gate_R: Tensor | None = None, held: HeldWeight | None = None
+    ) -> Tensor:
+        """The layer for rows whose ends are known.
+
+        gate_R  scales the bias when the rows came scaled by it
+        held    the weight as `take_weight` gave it earlier in this forward
+        """
+        held = held or self.take_weight()
+        y_RF = grouped_linear(x_RD, held.value, ends_E, held.slot)
         bias_EF = self.stacked_bias()
         return y_RF if bias_EF is None else add_expert_bias(y_RF, bias_EF, ends_E, gate_R)
+
+    def take_weight(self) -> HeldWeight:
+        """The weight for one forward. A late schedule's node is made here: take it where the gradient may be late."""
+        weight_EFD = self.stacked_weight()
+        coordinator = self._coordinator
+        slot = None
+        if coordinator is not None and weight_EFD.requires_grad:
+            slot = coordinator.slot(self._wgrad_name, "weight")
+        if slot is not None and slot.coordinator.schedule == "late":
+            weight_EFD = late_node(weight_EFD, slot)
+        return HeldWeight(weight_EFD, slot)
+
+    def own_wgrad(self, coordinator: WgradCoordinator, name: str) -> None:
+        """Hand weight gradients to `coordinator` from now on, under this full name."""
+        self._coordinator, self._wgrad_name = coordinator, name
+
+    def wgrad_parameters(self, parameter: str) -> list[nn.Parameter]:
+        """What a gradient called `parameter` belongs to: the stacked parameter, or the E separate ones in id order."""
+        names = [parameter] if self.single_grouped_weight else [f"{parameter}{e}" for e in range(self.num_gemms)]
+        return [self.get_parameter(name) for name in names]
+
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw` must be called after each backward: Megatron's protocol."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute and accumulate the weight gradient of the oldest backward that waits; does nothing unless delayed."""
+        if self.delay_wgrad_compute and self._coordinator is not None:
+            self._coordinator.run_oldest(self._wgrad_name)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Call `hook()` after the last waiting weight gradient was accumulated: Megatron's protocol."""
+        if self._coordinator is None or not self.delay_wgrad_compute:
+            raise RuntimeError("hooks for delayed weight gradients need delay_wgrad_compute=True, got False")
+        self._coordinator.add_hook(self._wgrad_name, "weight", hook)
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module; leaving training with weight gradients pending raises, naming them."""
+        if not mode and self._coordinator is not None:
+            self._coordinator.check_nothing_pending("eval()")
+        return super().train(mode)
 
     def stacked_weight(self) -> Tensor:
         """(E, F, D) with history: the parameter itself, or the E separate ones stacked."""
@@ -122,12 +182,18 @@ class GroupedLinear(nn.Module):
             self._register(name, kept[name].detach()[start:stop].clone() if name in kept else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        marked = [name for name, p in self._parameters.items() if getattr(p, "skip_backward_post_hook", False)]
         super()._apply(fn, recurse)
-        # to_empty and a change of device type put plain parameters in place of packed ones.
+        # to_empty and a change of device type put plain parameters in place of packed ones, without their marks.
         weight = self._parameters.get("weight")
         if type(weight) is nn.Parameter:
-            del self._parameters["weight"]
-            self.register_parameter("weight", weight)
+            packed = nn.Parameter(GroupedTensor.pack(weight.detach()), requires_grad=weight.requires_grad)
+            if torch.__future__.get_swap_module_params_on_conversion():
+                torch.utils.swap_tensors(weight, packed)  # the object stays the one that optimizers hold
+            else:
+                self._parameters["weight"] = packed
+        for name in marked:
+            self.get_parameter(name).skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -140,7 +206,8 @@ class GroupedLinear(nn.Module):
                 stacked = state_dict.pop(prefix + name)
                 if stacked.shape[0] != self.num_gemms:
                     raise ValueError(f"{prefix}{name} must hold {self.num_gemms} experts, got {stacked.shape[0]}")
-                state_dict.update(zip(members, stacked.unbind(0), strict=True))
+                # Copies: with assign=True they become the parameters, which must not share one storage.
+                state_dict.update(zip(members, (member.clone() for member in stacked.unbind(0)), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

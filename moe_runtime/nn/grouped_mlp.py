@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.functional import Activation, Layout, activate, check_activation
+from moe_runtime.functional import Activation, HeldWeight, Layout, activate, check_activation
 from moe_runtime.functional.activation import UNGATED
 from moe_runtime.nn.grouped_linear import GroupedLinear
 
@@ -25,6 +25,7 @@ class GroupedMLP(nn.Module):
         gate_up_layout: Layout = "concatenated",
         bias: bool = False,
         single_grouped_weight: bool = True,
+        delay_wgrad_compute: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -43,6 +44,7 @@ class GroupedMLP(nn.Module):
                 dtype=dtype,
                 device=device,
                 single_grouped_weight=single_grouped_weight,
+                delay_wgrad_compute=delay_wgrad_compute,
             )
 
         self.gate_up = linear(hidden_size, up_features)
@@ -58,11 +60,22 @@ class GroupedMLP(nn.Module):
             raise ValueError(f"gate must have shape ({x_RD.shape[0]},), one weight a row; got {tuple(gate_R.shape)}")
         return self.forward_ends(x_RD, self.gate_up.ends(x_RD, splits), gate_R)
 
-    def forward_ends(self, x_RD: Tensor, ends_E: Tensor, gate_R: Tensor | None = None) -> Tensor:
-        """The experts for rows whose ends are known."""
-        h_RH = self.gate_up.forward_ends(x_RD, ends_E)
+    def take_weights(self) -> tuple[HeldWeight, HeldWeight]:
+        """Both weights for one forward: where a late schedule's nodes are made."""
+        return self.gate_up.take_weight(), self.down.take_weight()
+
+    def forward_ends(
+        self,
+        x_RD: Tensor,
+        ends_E: Tensor,
+        gate_R: Tensor | None = None,
+        weights: tuple[HeldWeight, HeldWeight] | None = None,
+    ) -> Tensor:
+        """The experts for rows whose ends are known, with weights that `take_weights` gave earlier in this forward."""
+        gate_up, down = weights or self.take_weights()
+        h_RH = self.gate_up.forward_ends(x_RD, ends_E, held=gate_up)
         a_RF = activate(h_RH, gate_R, activation=self.activation, layout=self.gate_up_layout)
-        return self.down.forward_ends(a_RF, ends_E, gate_R)
+        return self.down.forward_ends(a_RF, ends_E, gate_R, held=down)
 
     def keep_experts(self, start: int, stop: int) -> None:
         """Drop every expert but start <= e < stop."""

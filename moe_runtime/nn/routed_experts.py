@@ -24,6 +24,7 @@ class RoutedExpertsConfig:
     gate_up_layout: Layout = "concatenated"
     bias: bool = False
     single_grouped_weight: bool = True
+    delay_wgrad_compute: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "intermediate_size"):
@@ -54,6 +55,7 @@ class RoutedExperts(nn.Module):
             gate_up_layout=config.gate_up_layout,
             bias=config.bias,
             single_grouped_weight=config.single_grouped_weight,
+            delay_wgrad_compute=config.delay_wgrad_compute,
             dtype=dtype,
             device=device,
         )
@@ -69,8 +71,13 @@ class RoutedExperts(nn.Module):
                 "expected tokens (T, D), ids (T, K) and gates (T, K), "
                 f"got {tuple(x_TD.shape)}, {tuple(ids_TK.shape)} and {tuple(gates_TK.shape)}"
             )
-        rows = self.dispatcher.wait(self.dispatcher.start(x_TD, ids_TK, gates_TK))
-        y_RD = self.experts.forward_ends(rows.x_RD, rows.plan.ends_E, rows.gate_R)
+        # A late weight gradient runs in backward between launching the exchange and waiting for it; with none, last.
+        exchanges = isinstance(self.dispatcher, AllToAllDispatcher)
+        weights = None if exchanges else self.experts.take_weights()
+        pending = self.dispatcher.start(x_TD, ids_TK, gates_TK)
+        weights = weights or self.experts.take_weights()
+        rows = self.dispatcher.wait(pending)
+        y_RD = self.experts.forward_ends(rows.x_RD, rows.plan.ends_E, rows.gate_R, weights)
         return self.dispatcher.combine(y_RD, rows.plan)
 
     def shard_experts(self, group: dist.ProcessGroup) -> None:

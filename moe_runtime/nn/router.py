@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class RouterConfig:
     expert_bias: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("num_experts", "hidden_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k must be in [1, num_experts={self.num_experts}], got {self.top_k}")
         if self.score not in ("softmax", "sigmoid"):
@@ -52,7 +55,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
-        bias_E = torch.zeros(config.num_experts, device=device) if config.expert_bias else None
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         if self.weight.device.type != "meta":
             self.reset_parameters()
@@ -66,13 +69,18 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (T, E) fp32, gates (T, K) fp32 (their gradient reaches the router), ids (T, K) int64."""
+        if x_TD.dim() < 2 or x_TD.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"tokens must have shape (..., {self.config.hidden_size}), got {tuple(x_TD.shape)}")
         x_TD = x_TD.reshape(-1, self.config.hidden_size)
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        # Autocast would multiply in bf16, and near ties would fall either way.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.float(), self.weight.float())
         scores_TE = logits_TE.softmax(-1) if self.config.score == "softmax" else logits_TE.sigmoid()
         ids_TK = self._select(scores_TE.detach())
         gates_TK = scores_TE.gather(1, ids_TK)
         if self.config.norm_topk_prob:
-            gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
+            # Far below any softmax sum; sigmoids may all be 0, and 0 / 0 is no weight.
+            gates_TK = gates_TK / (gates_TK.sum(-1, keepdim=True) + 1e-20)
         return logits_TE, gates_TK * self.config.scaling_factor, ids_TK
 
     def _select(self, scores_TE: Tensor) -> Tensor:
@@ -80,6 +88,12 @@ class Router(nn.Module):
             scores_TE = scores_TE + self.expert_bias
         # A stable sort, for topk promises no order among equal scores.
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.top_k].contiguous()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = f"{prefix}expert_bias"
+        if key in state_dict:
+            state_dict[key] = state_dict[key].float()  # assign=True would take the file's dtype
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bias moves with the module but keeps fp32: one step of 1e-3 vanishes in bf16.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.comm.layout import ParallelLayout, layout_of
 
@@ -29,6 +30,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if (coordinator := getattr(inner, "wgrad_coordinator", None)) is not None:
+        coordinator.check_nothing_pending("clip_grad_norm_")
     layout = layout_of(model)
     named = [(name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad]
     norm = _total_norm(named, layout)
@@ -97,11 +101,12 @@ def _put(slots: Tensor, base: int, gradients: list[Tensor]) -> None:
 
 def _squared_norms(gradients: list[Tensor]) -> Tensor:
     """float64, one for each tensor."""
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].is_cuda:
-        return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).double().square()
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square()
     # On the CPU torch adds a whole tensor's squares in one fp32 chain, which loses 2e-5 of a million; rows are short.
-    rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-    norms = [torch.linalg.vector_norm(row, dim=1, dtype=torch.float32) for row in rows]
+    rows = [gradient.reshape(-1, gradient.shape[-1] if gradient.dim() else 1) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(row, dim=1, dtype=dtype) for row in rows]
     return torch.stack([norm.double().square().sum() for norm in norms])
 
 

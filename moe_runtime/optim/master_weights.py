@@ -17,20 +17,29 @@ class MasterWeights(Optimizer):
     """
 
     def __init__(self, optimizer_class: type[Optimizer], params: Iterable[Any], **kwargs: Any) -> None:
+        self._master: dict[Tensor, Tensor] = {}
+        self._make_inner = lambda groups: optimizer_class(groups, **kwargs)
+        self.inner: Optimizer | None = None
         super().__init__(params, dict(kwargs))
-        self._master = {p: _master_of(p) for group in self.param_groups for p in group["params"]}
-        inner_groups = [
-            {**_options(group), "params": [self._master[p] for p in group["params"]]} for group in self.param_groups
-        ]
-        self.inner = optimizer_class(inner_groups, **kwargs)
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options(inner))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options; their masters are made now."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._master.update((p, _master_of(p)) for p in group["params"])
+        inner_group = {**_options(group), "params": [self._master[p] for p in group["params"]]}
+        if self.inner is None:
+            self.inner = self._make_inner([inner_group])
+        else:
+            self.inner.add_param_group(inner_group)
+        group.update(_options(self.inner.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of the inner optimizer on the masters, then the write-back."""
         if closure is not None:
             raise ValueError("MasterWeights takes no closure: gradients must be complete before the step")
+        assert self.inner is not None
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(group))
         copies = [(p, master) for p, master in self._master.items() if master is not p]
@@ -45,6 +54,7 @@ class MasterWeights(Optimizer):
         return None
 
     def _show_state(self) -> None:
+        assert self.inner is not None
         for p, master in self._master.items():
             own = {} if master is p else {"master": master}
             if len(self.state[p]) != len(own) + len(self.inner.state[master]):
@@ -65,6 +75,7 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore masters and inner state in fp32 (torch's own loading would round them to the parameters' dtype)."""
+        assert self.inner is not None
         masters = {index: held["master"] for index, held in state_dict["state"].items() if "master" in held}
         inner_state = {
             index: {key: value for key, value in held.items() if key != "master"}

@@ -20,14 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_runtime.comm.layout import ParallelLayout, attach_layout, build_meshes
 from moe_runtime.nn import RoutedExperts
 from moe_runtime.parallel.plan import ParallelPlan
-from moe_runtime.runtime.buckets import GradientBuckets
+from moe_runtime.runtime import GradientBuckets, WgradCoordinator
+
+_MARK = "skip_backward_post_hook"
 
 
-def distribute(model: nn.Module, plan: ParallelPlan) -> nn.Module:
+def distribute(model: nn.Module, plan: ParallelPlan, coordinator: WgradCoordinator | None = None) -> nn.Module:
     """Split and wrap `model` by `plan`; returns the module to call (for DDP, the wrapper).
 
     The model may hold parameters on meta under FSDP2 (materialize afterwards); DDP needs real ones. Modules inside a
     `ModuleList` are FSDP2's units, and each set of routed experts is a unit of its own on the expert-data mesh.
+    A coordinator is attached, and told how deferred gradients are reduced; accumulate microbatches under
+    `gradient_sync`, which leaves them to it.
     Raises ValueError on every rank, before any collective, for sizes that do not fit.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -46,7 +50,9 @@ def distribute(model: nn.Module, plan: ParallelPlan) -> nn.Module:
             module.shard_experts(layout.expert_group)
         names = (f"{prefix}.{name}" for prefix, module in experts.items() for name, _ in module.named_parameters())
         layout = replace(layout, expert_parameters=frozenset(names))
-    wrapped = _wrap(model, plan, layout)
+    if coordinator is not None:
+        coordinator.attach(model)
+    wrapped = _wrap(model, plan, layout, coordinator)
     attach_layout(wrapped, layout)
     attach_layout(model, layout)
     return wrapped
@@ -70,22 +76,27 @@ def _check_experts(experts: dict[str, RoutedExperts], plan: ParallelPlan, world:
             )
 
 
-def _wrap(model: nn.Module, plan: ParallelPlan, layout: ParallelLayout) -> nn.Module:
+def _wrap(
+    model: nn.Module, plan: ParallelPlan, layout: ParallelLayout, coordinator: WgradCoordinator | None
+) -> nn.Module:
+    deferred = coordinator if coordinator is not None and coordinator.schedule == "deferred" else None
     if plan.data == "fsdp2":
-        _fully_shard(model, plan, layout)
+        _fully_shard(model, plan, layout, experts_apart=layout.expert > 1 or deferred is not None)
+        if deferred is not None:
+            deferred.reduce_with_fsdp(model)
     if plan.data == "ddp":
-        return _data_parallel(model, layout)
+        return _data_parallel(model, layout, deferred)
     return model
 
 
-def _fully_shard(model: nn.Module, plan: ParallelPlan, layout: ParallelLayout) -> None:
+def _fully_shard(model: nn.Module, plan: ParallelPlan, layout: ParallelLayout, *, experts_apart: bool) -> None:
     assert layout.dense_mesh is not None and layout.expert_mesh is not None
     dense = _shard_mesh(layout.dense_mesh, "shard", plan.replicate)
     options = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
         "reshard_after_forward": plan.reshard_after_forward,
     }
-    if layout.expert > 1:
+    if experts_apart:
         expert_data = _shard_mesh(layout.expert_mesh, "expert_data", plan.replicate)
         for module in model.modules():
             if isinstance(module, RoutedExperts):
@@ -125,26 +136,33 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _data_parallel(model: nn.Module, layout: ParallelLayout) -> nn.Module:
+def _data_parallel(model: nn.Module, layout: ParallelLayout, deferred: WgradCoordinator | None) -> nn.Module:
     assert layout.expert_mesh is not None
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("data='ddp' needs materialized parameters, got some on meta; use 'fsdp2' or materialize first")
-    if not layout.expert_parameters:
+    delayed = {name for name, p in model.named_parameters() if deferred and getattr(p, _MARK, False)}
+    ours = layout.expert_parameters | delayed
+    if not ours:
         return DistributedDataParallel(model)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(layout.expert_parameters))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ours))
     wrapped = DistributedDataParallel(model)
     group = _expert_data_group(layout)
-    parameters = [p for name, p in model.named_parameters() if name in layout.expert_parameters]
+    parameters = [p for name, p in model.named_parameters() if name in ours]
     if group is not None:
         # DDP broadcasts what it does not ignore; replicas of an expert must start equal as well.
         for parameter in parameters:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
-    GradientBuckets(
-        [p for p in parameters if p.requires_grad],
-        group=group,
-        scale=1.0 / layout.data_parallel_size,
-        should_reduce=lambda: wrapped.require_backward_grad_sync,
-    )
+    for late in (False, True):
+        members = [p for name, p in model.named_parameters() if name in ours and p.requires_grad]
+        buckets = GradientBuckets(
+            [p for p in members if bool(deferred and getattr(p, _MARK, False)) == late],
+            group=group,
+            scale=1.0 / layout.data_parallel_size,
+            should_reduce=lambda: wrapped.require_backward_grad_sync,
+            on_gradient=not late,
+        )
+        if late and deferred is not None:
+            deferred.reduce_with_buckets(buckets)
     return wrapped
 
 

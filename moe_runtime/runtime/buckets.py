@@ -27,7 +27,7 @@ class GradientBuckets:
 
     A bucket's all-reduce starts when its last gradient is there; all have ended, and `.grad` holds the result, when
     `backward()` returns. A parameter that got no gradient takes part with zeros, so that no rank waits for another.
-    `group=None` scales without communicating.
+    `group=None` scales without communicating. `on_gradient=False`: nothing starts by itself, `reduce` is called.
     """
 
     def __init__(
@@ -37,13 +37,19 @@ class GradientBuckets:
         group: dist.ProcessGroup | None,
         scale: float,
         should_reduce: Callable[[], bool],
+        on_gradient: bool = True,
     ) -> None:
         self._group, self._scale, self._should_reduce = group, scale, should_reduce
         self._buckets = _split(parameters)
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._under_way = False
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        if on_gradient:
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def reduce(self) -> None:
+        """Reduce every bucket now: for gradients that no backward delivers (`on_gradient=False`)."""
+        self._finish()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._should_reduce():

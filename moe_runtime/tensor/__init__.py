@@ -2,9 +2,9 @@
 
 import torch
 
-from moe_runtime.tensor.grouped_tensor import GroupedTensor
+from moe_runtime.tensor.grouped_tensor import GroupedTensor, _rebuild
 
-# `torch.load(weights_only=True)` rebuilds only classes it was told about.
-torch.serialization.add_safe_globals([GroupedTensor])
+# `torch.load(weights_only=True)` calls only what it was told about.
+torch.serialization.add_safe_globals([GroupedTensor, _rebuild])
 
 __all__ = ["GroupedTensor"]

@@ -88,6 +88,10 @@ class GroupedTensor(Tensor):
         moved = self.as_subclass(Tensor).to(*args, **kwargs)
         return moved if moved.grad_fn is not None else self._same_class(moved)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # From an ordinary tensor: torch's own way goes through `as_subclass`, which gives a parameter a history.
+        return _rebuild, (self.plain(), self.requires_grad, dict(self.__dict__))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return memo[id(self)]
@@ -103,6 +107,12 @@ class GroupedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GroupedTensor({tuple(self.shape)}, {self.dtype}, {self.device}, requires_grad={self.requires_grad})"
+
+
+def _rebuild(plain: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> GroupedTensor:
+    new = torch.Tensor._make_subclass(GroupedTensor, plain, requires_grad)
+    _set_attributes(new, attributes)
+    return new
 
 
 def _set_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:

@@ -172,9 +172,22 @@ class RecipeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WgradConfig:
-    """When weight gradients of experts are computed."""
+    """When weight gradients of experts are computed: in their place, late in the same backward, or after it.
 
-    schedule: Literal["inline"] = "inline"
+    `budget_mb` bounds the activations that deferred gradients hold, in MiB a rank; 0 is no bound.
+    """
+
+    schedule: Literal["inline", "late", "deferred"] = "inline"
+    budget_mb: int = 0
+    side_stream: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("wgrad.budget_mb", self.budget_mb, 0)
+        if self.budget_mb and self.schedule != "deferred":
+            raise ConfigError(
+                f"wgrad.budget_mb is read by wgrad.schedule = 'deferred' only, got {self.budget_mb} "
+                f"with '{self.schedule}'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +255,11 @@ class Config:
             raise ConfigError(
                 f"parallel.expert must be 1 with experts.backend = 'hf', which keeps every expert on every rank, "
                 f"got {self.parallel.expert}"
+            )
+        if self.experts.backend == "hf" and self.wgrad.schedule != "inline":
+            raise ConfigError(
+                f"wgrad.schedule must be 'inline' with experts.backend = 'hf', whose gradients are its own, "
+                f"got '{self.wgrad.schedule}'"
             )
         last_profiled = self.profile.start_step + self.profile.num_steps - 1
         if self.profile.enabled and last_profiled > self.train.steps:

@@ -12,6 +12,7 @@ from moe_runtime.comm.layout import ParallelLayout, layout_of
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.optim import MasterWeights
 from moe_runtime.parallel import ParallelPlan, distribute
+from moe_runtime.runtime import WgradCoordinator
 from moe_runtime.train.config import Config, OptimConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,6 +46,7 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
         experts_backend=config.experts.backend,
         single_grouped_weight=config.experts.single_grouped_weight,
         balance_bias=config.router.bias_update_rate > 0,
+        delay_wgrad_compute=config.wgrad.schedule == "deferred",
         dtype=torch.float32 if sharded else compute_dtype,
     )
     if config.train.activation_checkpointing:
@@ -60,14 +62,22 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
     # FSDP2 shards before anything is real, so that no rank ever holds the whole model. DDP copies real parameters, and
     # tied ones are tied before sharding.
     shard_first = sharded and not getattr(hf_config, "tie_word_embeddings", False)
-    wrapped = distribute(model, plan) if shard_first else None
+    coordinator = None
+    if config.wgrad.schedule != "inline":
+        coordinator = WgradCoordinator(
+            config.wgrad.schedule, config.wgrad.budget_mb * 2**20 or None, config.wgrad.side_stream
+        )
+    wrapped = distribute(model, plan, coordinator) if shard_first else None
     hf.initialize(model, seed=config.run.seed, device=device)
-    wrapped = wrapped if wrapped is not None else distribute(model, plan)
+    wrapped = wrapped if wrapped is not None else distribute(model, plan, coordinator)
     modules = hf.experts_modules(model)
+    optimizer = _optimizer(config.optim, wrapped, low_precision and not sharded)
+    if coordinator is not None:
+        coordinator.guard(optimizer)
     return Trainee(
         model=wrapped,
         inner=model,
-        optimizer=_optimizer(config.optim, wrapped, low_precision and not sharded),
+        optimizer=optimizer,
         layout=layout_of(wrapped),
         recorder=recorder,
         device=device,

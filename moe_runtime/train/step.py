@@ -6,20 +6,18 @@ FSDP2, so each rank's part is multiplied by their number first; nothing then dep
 
 # B sequences of a microbatch on this rank   S tokens of a sequence   V vocabulary   L MoE layers   E experts
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.integrations.transformers import selection_biases
 from moe_runtime.nn import LoadMeter, load_balancing_loss, step_selection_biases
 from moe_runtime.optim import clip_grad_norm_
+from moe_runtime.parallel import coordinator_of, gradient_sync
 from moe_runtime.train.config import Config
 from moe_runtime.train.data.tokens import Batch
 from moe_runtime.train.setup import Trainee
@@ -53,6 +51,9 @@ class Stepper:
         for index, batch in enumerate(microbatches):
             with gradient_sync(trainee.model, last=index == len(microbatches) - 1):
                 losses += self._backward(batch, num_tokens)
+        coordinator = coordinator_of(trainee.model)
+        if coordinator is not None:
+            coordinator.flush()
         max_norm = config.optim.clip_norm or float("inf")
         grad_norm = clip_grad_norm_(trainee.model, max_norm)
         for group in trainee.optimizer.param_groups:
@@ -110,16 +111,3 @@ def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     # Without a cache, Hugging Face reads document boundaries off positions that restart.
     logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
     return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels_BS.flatten(), reduction="sum")
-
-
-@contextmanager
-def gradient_sync(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Reduce gradients in the last microbatch's backward only."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-    if isinstance(model, DistributedDataParallel) and not last:
-        with model.no_sync():
-            yield
-        return
-    yield

@@ -15,7 +15,7 @@ from moe_runtime.comm.layout import layout_of
 from moe_runtime.core.errors import CheckpointError
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.optim import clip_grad_norm_
-from moe_runtime.train.step import gradient_sync
+from moe_runtime.parallel import gradient_sync
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 96,

@@ -1,0 +1,81 @@
+"""When a weight gradient is computed. Public autograd only: a Function that hands its product over, and a late node.
+
+inline    in its place, beside the data gradient
+late      by a node on the weight that stands early in forward, so that it runs late in the same backward
+deferred  after backward, when the coordinator flushes
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from moe_runtime.runtime.jobs import Job, JobKey
+
+Schedule = Literal["inline", "late", "deferred"]
+
+
+def check_schedule(schedule: str) -> None:
+    """ValueError unless the schedule is known."""
+    if schedule not in get_args(Schedule):
+        raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}; got {schedule!r}")
+
+
+class JobOwner(Protocol):
+    """What a slot needs of its coordinator."""
+
+    schedule: Schedule
+
+    def accept(self, key: JobKey, compute: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> Job:
+        """Take a job over."""
+        ...
+
+    def run(self, job: Job) -> Tensor:
+        """Compute a job's gradient, once."""
+        ...
+
+
+class WgradSlot:
+    """Where one autograd node hands in its weight gradient: made with the node, used once in its backward."""
+
+    def __init__(self, coordinator: JobOwner, key: JobKey) -> None:
+        self.coordinator, self.key = coordinator, key
+        self.jobs: list[Job] = []
+
+    def submit(self, compute: Callable[[], Tensor], operands: tuple[Tensor, ...], weight: Tensor) -> Tensor | None:
+        """Take over a weight gradient; what autograd gets in its place now: a placeholder if late, None if deferred."""
+        job = self.coordinator.accept(self.key, compute, operands)
+        if self.coordinator.schedule == "late":
+            self.jobs.append(job)
+            # No memory: the late node replaces it by the real gradient.
+            return operands[0].new_zeros((), dtype=weight.dtype).expand(weight.shape)
+        return None
+
+
+def late_node(weight: Tensor, slot: WgradSlot) -> Tensor:
+    """The weight itself; in backward, this node computes what was handed to `slot` and returns it as the gradient.
+
+    Nodes run in backward in reverse order of their making: place it before everything its gradient may wait for.
+    """
+    return _LateWgrad.apply(weight, slot)
+
+
+class _LateWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, slot: WgradSlot) -> Tensor:
+        ctx.slot = slot
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
+        slot: WgradSlot = ctx.slot
+        if not slot.jobs:
+            raise RuntimeError(f"no weight gradient was handed in for {slot.key}: its backward ran without the layer's")
+        total: Tensor | None = None
+        jobs, slot.jobs = slot.jobs, []
+        for job in jobs:
+            gradient = slot.coordinator.run(job)
+            total = gradient if total is None else total + gradient
+        assert total is not None
+        return total, None
