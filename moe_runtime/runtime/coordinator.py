@@ -183,7 +183,7 @@ class WgradCoordinator:
         self._jobs.remove(job)
         self._held_bytes -= job.num_bytes
         started = now()
-        with record_function(f"moe::wgrad({job.key.module}.{job.key.parameter})"), self._beside(job):
+        with record_function(f"moe::wgrad({job.key.module}.{job.key.parameter})"), self._beside(job), torch.no_grad():
             gradient = job.compute()
         self._trace.add(str(job.key), "wgrad", started, now(), held_bytes=self._held_bytes)
         return gradient

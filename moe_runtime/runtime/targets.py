@@ -51,15 +51,13 @@ class FSDPUnit:
     @torch.no_grad()
     def reduce(self, gradients: Sequence[tuple[DelayedModule, str, Tensor]]) -> None:
         """Put each (module, parameter, gradient) in its place and run the group's reduction."""
-        wanted = {
-            id(parameter): piece
-            for module, name, gradient in gradients
-            for parameter, piece in _pieces(module, name, gradient)
-        }
+        wanted: dict[int, list[Tensor]] = {}
+        for module, name, gradient in gradients:
+            for parameter, piece in _pieces(module, name, gradient):
+                wanted.setdefault(id(parameter), []).append(piece)
         for group in self.groups():
             for held in group.fsdp_params:
-                piece = wanted.pop(id(held.sharded_param), None)
-                if piece is not None:
+                for piece in wanted.pop(id(held.sharded_param), ()):
                     _add_unsharded(held, piece)
         if wanted:
             raise RuntimeError(
