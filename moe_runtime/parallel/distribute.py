@@ -40,8 +40,7 @@ def distribute(model: nn.Module, plan: ParallelPlan, coordinator: WgradCoordinat
     _check_experts(experts, plan, world, shard)
     layout = ParallelLayout(data=plan.data, replicate=plan.replicate, shard=shard, expert=plan.expert)
     if world > 1 or plan.data != "none":
-        device_type = next(model.parameters()).device.type
-        device_type = device_type if device_type != "meta" else ("cuda" if torch.cuda.is_available() else "cpu")
+        device_type = _device_type(model)
         dense, expert_mesh = build_meshes(device_type, replicate=plan.replicate, shard=shard, expert=plan.expert)
         layout = replace(layout, dense_mesh=dense, expert_mesh=expert_mesh)
     if plan.expert > 1:
@@ -56,6 +55,16 @@ def distribute(model: nn.Module, plan: ParallelPlan, coordinator: WgradCoordinat
     attach_layout(wrapped, layout)
     attach_layout(model, layout)
     return wrapped
+
+
+def _device_type(model: nn.Module) -> str:
+    """Where the parameters are, or, on meta, where the process group says they will be."""
+    device_type = next(model.parameters()).device.type
+    if device_type != "meta":
+        return device_type
+    # A machine may have GPUs that a gloo run does not use.
+    uses_gpus = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return "cuda" if uses_gpus else "cpu"
 
 
 def _check_experts(experts: dict[str, RoutedExperts], plan: ParallelPlan, world: int, shard: int) -> None:
