@@ -54,21 +54,7 @@ _SOFTMAX_ROUTERS: Mapping[str, bool] = {
 }
 
 
-class HFRoutedExperts(RoutedExperts):
-    """RoutedExperts that stand for a Hugging Face experts module, kept on meta to know how its class initializes."""
-
-    def __init__(self, source: nn.Module, config: RoutedExpertsConfig, *, dtype: torch.dtype | None) -> None:
-        super().__init__(config, dtype=dtype, device="meta")
-        # In a tuple, or it would be registered as a child and its parameters as ours.
-        self.source = (source,)
-
-
-class HFRouter(Router):
-    """Router that stands for a Hugging Face router, kept on meta for its initialization."""
-
-    def __init__(self, source: nn.Module, config: RouterConfig, *, dtype: torch.dtype | None) -> None:
-        super().__init__(config, dtype=dtype, device="meta")
-        self.source = (source,)
+_TEMPLATE = "initialization_template"
 
 
 def load_config(
@@ -108,10 +94,9 @@ def build(
     balance_bias     routers get a selection bias for auxiliary-loss-free balancing, where their class has none
     Raises UnsupportedError, naming the class, for experts or routers that cannot be replaced.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, experts_implementation="grouped_mm", dtype=dtype or torch.float32
-        )
+    template, model = (_from_config(config, dtype or torch.float32) for _ in range(2))
+    # How the classes initialize is asked of an untouched copy, which costs no memory on meta.
+    model.__dict__[_TEMPLATE] = template
     if not experts_modules(model):
         raise UnsupportedError(f"{type(model).__name__} has no experts module that this version knows how to find")
     if experts_backend == "grouped":
@@ -123,6 +108,23 @@ def build(
             if not hasattr(module, "e_score_correction_bias"):
                 model.set_submodule(name, _biased_router(module, dtype))
     return model
+
+
+def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm", dtype=dtype)
+        except ValueError as error:
+            raise UnsupportedError(
+                f"no mixture of experts is made of a {config.model_type!r} config: {error}"
+            ) from error
+
+
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute each block's activations in backward instead of keeping them."""
+    # transformers renamed it; the older name warns in newer versions.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -152,7 +154,7 @@ def _router_recorder(model: nn.Module) -> Any:
 
 def _routed_experts(
     source: nn.Module, dtype: torch.dtype | None, single_grouped_weight: bool, delay_wgrad_compute: bool
-) -> HFRoutedExperts:
+) -> RoutedExperts:
     up_name, down = _up_name(source), source.get_parameter("down_proj")
     up = source.get_parameter(up_name)
     if getattr(source, "has_post_expert_norm", False):
@@ -175,7 +177,7 @@ def _routed_experts(
         single_grouped_weight=single_grouped_weight,
         delay_wgrad_compute=delay_wgrad_compute,
     )
-    return HFRoutedExperts(source, config, dtype=dtype)
+    return RoutedExperts(config, dtype=dtype, device="meta")
 
 
 def _up_name(source: nn.Module) -> str:
@@ -203,7 +205,7 @@ def _activation(source: nn.Module) -> Activation:
     return known[act_name]
 
 
-def _biased_router(source: nn.Module, dtype: torch.dtype | None) -> HFRouter:
+def _biased_router(source: nn.Module, dtype: torch.dtype | None) -> Router:
     name = type(source).__name__
     if name not in _SOFTMAX_ROUTERS:
         raise UnsupportedError(
@@ -218,7 +220,7 @@ def _biased_router(source: nn.Module, dtype: torch.dtype | None) -> HFRouter:
         norm_topk_prob=bool(getattr(source, "norm_topk_prob", _SOFTMAX_ROUTERS[name])),
         expert_bias=True,
     )
-    return HFRouter(source, config, dtype=dtype)
+    return Router(config, dtype=dtype, device="meta")
 
 
 # Initialization ------------------------------------------------------------------------------------------------------
@@ -226,35 +228,37 @@ def _biased_router(source: nn.Module, dtype: torch.dtype | None) -> HFRouter:
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
-    """Materialize what is on meta on `device` and fill every module as its Hugging Face class initializes it.
+    """Materialize what is on meta on `device` and fill it as the Hugging Face classes initialize it.
 
     Each module draws from a seed made of `seed` and its name, so the values depend neither on the order of modules nor
     on how the model is sharded: one module is filled whole, in fp32, and each rank keeps its part. Tensors that are
-    real already are left as they are.
+    real already are left as they are. Raises UnsupportedError, naming it, for a tensor that no class initializes.
     """
-    fresh = [(name, module) for name, module in model.named_modules() if _on_meta(module)]
+    template: PreTrainedModel = model.__dict__[_TEMPLATE]
+    fresh = {f"{name}.{key}" for name, module in model.named_modules() for key, t in _own_tensors(module) if t.is_meta}
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     model.tie_weights()
-    for name, module in fresh:
-        if isinstance(module, HFRoutedExperts):
-            _fill_experts(model, name, module, seed, device)
-        elif not _inside_experts(model, name):
-            source = module.source[0] if isinstance(module, HFRouter) else module
-            full = _initialized(model, name, source, seed, device)
-            for key, value in full.items():
-                _keep_part(dict(_own_tensors(module))[key], value)
-        if isinstance(module, HFRouter) and module.expert_bias is not None:
+    for name, source in template.named_modules():
+        if next(_own_tensors(source), None) is None:
+            continue
+        module = model.get_submodule(name)
+        if isinstance(module, RoutedExperts):
+            if any(full_name.startswith(f"{name}.") for full_name in fresh):
+                _fill_experts(module, source, _initialized(template, name, seed, device))
+                fresh = {full_name for full_name in fresh if not full_name.startswith(f"{name}.")}
+            continue
+        wanted = [key for key, _ in _own_tensors(source) if f"{name}.{key}" in fresh]
+        if wanted:
+            full = _initialized(template, name, seed, device)
+            for key in wanted:
+                _keep_part(dict(_own_tensors(module))[key], full[key])
+                fresh.discard(f"{name}.{key}")
+        if isinstance(module, Router) and module.expert_bias is not None and f"{name}.expert_bias" in fresh:
             module.expert_bias.zero_()
+            fresh.discard(f"{name}.expert_bias")
     model.tie_weights()
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return isinstance(module, HFRoutedExperts) or any(tensor.is_meta for _, tensor in _own_tensors(module))
-
-
-def _inside_experts(model: nn.Module, name: str) -> bool:
-    parents = name.split(".")
-    return any(isinstance(model.get_submodule(".".join(parents[:i])), HFRoutedExperts) for i in range(1, len(parents)))
+    if fresh:
+        raise UnsupportedError(f"nothing initializes {', '.join(sorted(fresh))}: make it real before initialize()")
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -262,34 +266,43 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _initialized(
-    model: PreTrainedModel, name: str, source: nn.Module, seed: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Full fp32 values of the module's own tensors, as its class initializes them."""
-    whole = copy.copy(source)
+def _initialized(template: PreTrainedModel, name: str, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """Full fp32 values of one module's own tensors, as its class and those around it initialize them.
+
+    The module is asked first, then every module that contains it, as transformers does: some classes initialize their
+    children. All but this module's tensors are on meta, where initialization does nothing.
+    """
+    whole = copy.copy(template.get_submodule(name))
     whole._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=_wide(p.dtype), device=device))
-        for key, p in source._parameters.items()
+        key: None if p is None else nn.Parameter(_blank(p, device)) for key, p in whole._parameters.items()
     }
-    whole._buffers = {
-        key: None if b is None else torch.zeros(b.shape, dtype=_wide(b.dtype), device=device)
-        for key, b in source._buffers.items()
-    }
+    whole._buffers = {key: None if b is None else _blank(b, device) for key, b in whole._buffers.items()}
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        model._init_weights(whole)
-    return dict(_own_tensors(whole))
+        current, path = whole, name
+        template._init_weights(current)
+        while path:
+            path, _, child = path.rpartition(".")
+            around = copy.copy(template.get_submodule(path))
+            around._modules = {**around._modules, child: current}
+            template._init_weights(around)
+            current = around
+    values = dict(_own_tensors(whole))
+    for key, value in values.items():
+        if value.is_floating_point() and value.isnan().any():
+            raise UnsupportedError(f"{type(whole).__name__} leaves {name}.{key} uninitialized")
+    return values
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """A real tensor of this one's shape whose values show whether anything was written."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.full(tensor.shape, float("nan"), dtype=torch.float32, device=device)
 
 
-def _fill_experts(model: PreTrainedModel, name: str, module: HFRoutedExperts, seed: int, device: torch.device) -> None:
-    source = module.source[0]
-    full = _initialized(model, name, source, seed, device)
+def _fill_experts(module: RoutedExperts, source: nn.Module, full: Mapping[str, Tensor]) -> None:
     for linear, key in ((module.experts.gate_up, _up_name(source)), (module.experts.down, "down_proj")):
         first, last = module.first_expert, module.first_expert + linear.num_gemms
         weight_EFD = full[key].transpose(1, 2) if source.is_transposed else full[key]

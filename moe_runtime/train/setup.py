@@ -50,7 +50,7 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
         dtype=torch.float32 if sharded else compute_dtype,
     )
     if config.train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        hf.enable_activation_checkpointing(model)
     recorder = hf.RoutingRecorder(model)
     plan = ParallelPlan(
         expert=config.parallel.expert,

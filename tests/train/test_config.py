@@ -95,7 +95,9 @@ def test_every_section_survives_the_round_trip(data: st.DataObject):
         ("parallel.data=fsdp", "parallel.data must be one of 'fsdp2', 'ddp', 'none', got 'fsdp'"),
         ("parallel.expert=0", "parallel.expert must be finite and at least 1, got 0"),
         ("recipe.name=mxfp8", "recipe.name must be 'high_precision', got 'mxfp8'"),
-        ("wgrad.schedule=late", "wgrad.schedule must be 'inline', got 'late'"),
+        ("wgrad.schedule=later", "wgrad.schedule must be one of 'inline', 'late', 'deferred', got 'later'"),
+        ("wgrad.budget_mb=-1", "wgrad.budget_mb must be finite and at least 0, got -1"),
+        ("wgrad.budget_mb=5", "wgrad.budget_mb is read by wgrad.schedule = 'deferred' only, got 5 with 'inline'"),
         ("checkpoint.keep=-1", "checkpoint.keep must be finite and at least 0, got -1"),
         (
             "model.config_file=c.json",
