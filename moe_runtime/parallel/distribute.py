@@ -122,7 +122,9 @@ def _shard_experts(module: RoutedExperts, mesh: DeviceMesh, layout: ParallelLayo
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(1 if parameter.dim() == 3 and local % degree else 0)
 
-    unit = fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
+    # Tokens come in the compute dtype already, and routing weights stay fp32, as they do without sharding.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    unit = fully_shard(module, mesh=mesh, shard_placement_fn=placement, **{**options, "mp_policy": policy})
     assert isinstance(unit, FSDPModule)
     unit.set_gradient_divide_factor(float(layout.data_parallel_size))
     if degree > 1:
