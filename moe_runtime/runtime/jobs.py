@@ -1,8 +1,8 @@
 """A weight gradient not yet computed: what it is known by, what it holds, and the backward it came from."""
 
-import itertools
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,25 @@ class JobKey(NamedTuple):
         return f"{name} (microbatch {self.microbatch}, call {self.call})"
 
 
-@dataclass(eq=False)
 class Backward:
-    """One `backward()` under way; `completed` once it has returned without an exception."""
+    """The `backward()` this thread is in; `completed` once it has ended without an exception."""
 
-    graph_task: int
-    completed: bool = False
+    def __init__(self) -> None:
+        self.graph_task = graph_task()
+        self.completed = False
+
+        def complete() -> None:
+            self.completed = True
+
+        # Called when this backward has ended well. One that raises drops its callbacks, and with them the only strong
+        # reference: that tells a failed backward from one that another, nested one has interrupted.
+        self._callback = weakref.ref(complete)
+        torch.autograd.Variable._execution_engine.queue_callback(complete)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an exception."""
+        return not self.completed and self._callback() is None
 
 
 @dataclass(eq=False)
@@ -49,7 +62,6 @@ class Job:
     operands: tuple[Tensor, ...]
     backward: Backward
     ready: torch.cuda.Event | None = None
-    sequence: int = field(default_factory=itertools.count().__next__)
 
     @property
     def num_bytes(self) -> int:

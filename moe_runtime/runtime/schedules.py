@@ -47,7 +47,8 @@ class WgradSlot:
         """Take over a weight gradient; what autograd gets in its place now: a placeholder if late, None if deferred."""
         job = self.coordinator.accept(self.key, compute, operands)
         if self.coordinator.schedule == "late":
-            self.jobs.append(job)
+            # Jobs of an earlier backward through the same graph are here only if it failed before the late node ran.
+            self.jobs = [*(earlier for earlier in self.jobs if earlier.backward is job.backward), job]
             # No memory: the late node replaces it by the real gradient.
             return operands[0].new_zeros((), dtype=weight.dtype).expand(weight.shape)
         return None

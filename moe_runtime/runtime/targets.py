@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 class DelayedModule(Protocol):
@@ -49,20 +50,33 @@ class FSDPUnit:
         self.unit.set_requires_gradient_sync(False, recurse=False)
 
     @torch.no_grad()
-    def reduce(self, gradients: Sequence[tuple[DelayedModule, str, Tensor]]) -> None:
-        """Put each (module, parameter, gradient) in its place and run the group's reduction."""
-        wanted: dict[int, list[Tensor]] = {}
-        for module, name, gradient in gradients:
-            for parameter, piece in _pieces(module, name, gradient):
-                wanted.setdefault(id(parameter), []).append(piece)
-        for group in self.groups():
-            for held in group.fsdp_params:
-                for piece in wanted.pop(id(held.sharded_param), ()):
-                    _add_unsharded(held, piece)
-        if wanted:
+    def add(self, module: DelayedModule, name: str, gradient: Tensor) -> None:
+        """Accumulate a gradient where FSDP2 keeps those that are not reduced yet."""
+        pieces = _pieces(module, name, gradient)
+        held = self._held([parameter for parameter, _ in pieces])
+        for one, (_, piece) in zip(held, pieces, strict=True):
+            _add_unsharded(one, piece)
+
+    def discard(self, module: DelayedModule, name: str) -> None:
+        """Forget what `add` accumulated."""
+        for held in self._held(module.wgrad_parameters(name)):
+            held.unsharded_accumulated_grad = None
+            held._unsharded_param.grad = None
+
+    def _held(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        """FSDP2's record of each parameter, which the module shows sharded or, within a backward, gathered."""
+        records: dict[int, Any] = {}
+        for held in (held for group in self.groups() for held in group.fsdp_params):
+            records[id(held.sharded_param)] = records[id(getattr(held, "_unsharded_param", None))] = held
+        missing = [parameter for parameter in parameters if id(parameter) not in records]
+        if missing:
             raise RuntimeError(
-                f"FSDP2 does not hold {len(wanted)} of the delayed weights: they were replaced after wrapping"
+                f"FSDP2 does not hold {len(missing)} of the delayed weights: they were replaced after wrapping"
             )
+        return [records[id(parameter)] for parameter in parameters]
+
+    def reduce(self) -> None:
+        """Run the group's reduction."""
         self.unit.set_requires_gradient_sync(True, recurse=False)
         self.unit.set_is_last_backward(True)
         for group in self.groups():
@@ -87,8 +101,13 @@ def _add_unsharded(held: Any, gradient: Tensor) -> None:
 
 @torch.no_grad()
 def accumulate(module: DelayedModule, name: str, gradient: Tensor) -> None:
-    """Add to `.grad` of the parameters, as autograd would."""
+    """Add to `.grad` of the parameters, as autograd would. RuntimeError if somebody has sharded them."""
     for parameter, piece in _pieces(module, name, gradient):
+        if isinstance(parameter, DTensor):
+            raise RuntimeError(
+                f"a delayed gradient of shape {tuple(piece.shape)} belongs to a parameter that was sharded without its "
+                "coordinator; wrap the model with moe_runtime.distribute(model, plan, coordinator)"
+            )
         if parameter.grad is None:
             parameter.grad = piece
         else:
@@ -97,9 +116,8 @@ def accumulate(module: DelayedModule, name: str, gradient: Tensor) -> None:
 
 def _pieces(module: DelayedModule, name: str, gradient: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     parameters = module.wgrad_parameters(name)
-    if len(parameters) == 1:
-        return [(parameters[0], gradient)]
-    return list(zip(parameters, gradient.unbind(0), strict=True))
+    pieces = [gradient] if len(parameters) == 1 and parameters[0].dim() == gradient.dim() else gradient.unbind(0)
+    return [(p, piece) for p, piece in zip(parameters, pieces, strict=True) if p.requires_grad]
 
 
 def find_unit(root: nn.Module, module: nn.Module) -> FSDPUnit | None:

@@ -3,14 +3,17 @@
 import os
 import threading
 import time
+from collections import deque
 from typing import Any
+
+_KEPT_EVENTS = 20_000
 
 
 class Trace:
-    """A list of events with wall times; recording costs one append."""
+    """The last 20,000 events with wall times; recording costs one append."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, str, float, float, dict[str, Any]]] = []
+        self._events: deque[tuple[str, str, float, float, dict[str, Any]]] = deque(maxlen=_KEPT_EVENTS)
 
     def add(self, name: str, kind: str, started: float, ended: float, **arguments: Any) -> None:
         """An event from `started` to `ended`, both from `now()`."""
