@@ -2,10 +2,18 @@
 
 import torch
 
-from moe_runtime.kernels import combine, grouped_gemm, permute, swiglu
+from moe_runtime.kernels import combine, dequantize, grouped_gemm, permute, quantize, swiglu
 from moe_runtime.kernels.select import Selection
 
-TABLES = (permute.ROUTE, permute.GATHER_ROWS, combine.TABLE, swiglu.TABLE, grouped_gemm.TABLE)
+TABLES = (
+    permute.ROUTE,
+    permute.GATHER_ROWS,
+    combine.TABLE,
+    swiglu.TABLE,
+    grouped_gemm.TABLE,
+    quantize.TABLE,
+    dequantize.TABLE,
+)
 
 
 def describe(device: torch.device) -> list[Selection]:

@@ -1,0 +1,144 @@
+"""Times quantize and dequantize of every format against copying memory, on the CPU.
+
+    python -m moe_runtime.bench.quantize [--shape 8 4096 4096] [--threads 2] [--dtype bfloat16] [--format mxfp8 ...]
+
+Before a format is timed, its native bytes are compared with the reference's, bit for bit, on a part of the input. Its
+bandwidth counts the bytes read and written, each once: the input (and once more where the format needs the amax of a
+member first) and the payloads and scales of the directions it stores. The ratio is to the bandwidth of a copy of the
+input, taken in turn with it in the same run; both write into memory that is there already.
+"""
+
+# E members   R rows   C columns
+
+import argparse
+import ctypes
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from moe_runtime.formats import MXFP4, MXFP8, NVFP4, Float8, Format, FP8Block, Quantized
+from moe_runtime.kernels.dequantize import dequantize
+from moe_runtime.kernels.quantize import quantize, quantize_into
+from moe_runtime.kernels.select import native_status
+
+_FORMATS: dict[str, Format] = {
+    "mxfp8": MXFP8(),
+    "mxfp8 e5m2": MXFP8(element="e5m2"),
+    "mxfp4": MXFP4(),
+    "fp8_block": FP8Block(),
+    "fp8_block 2d": FP8Block(two_dimensional=True),
+    "float8": Float8(),
+    "nvfp4": NVFP4(),
+    "nvfp4 2d": NVFP4(two_dimensional=True),
+    "nvfp4 rht": NVFP4(random_hadamard=True),
+    "nvfp4 rht sr": NVFP4(random_hadamard=True, stochastic_rounding=True),
+}
+_CHECKED_ROWS = 256
+
+
+def main() -> None:
+    """Prints one line per format and operation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=int, nargs=3, default=[8, 4096, 4096])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--format", nargs="+", choices=tuple(_FORMATS), default=list(_FORMATS))
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each line")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    generator = torch.Generator().manual_seed(0)
+    x_ERC = torch.randn(*arguments.shape, generator=generator).to(getattr(torch, arguments.dtype))
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; {native_status().reason}")
+    print(f"{tuple(arguments.shape)} {arguments.dtype}, {arguments.threads} threads, medians in GB/s")
+    print(f"{'operation':<36}{'ours':>8}{'memcpy':>8}{'ratio':>7}{'copy_':>8}{'ratio':>7}")
+    for name in arguments.format:
+        _run_format(name, x_ERC, arguments.seconds, arguments.threads)
+
+
+def _run_format(name: str, x_ERC: Tensor, seconds: float, threads: int) -> None:
+    fmt = _FORMATS[name]
+    seed = 1 if isinstance(fmt, NVFP4) and fmt.stochastic_rounding else None
+    _check_bits(x_ERC[:1, :_CHECKED_ROWS], fmt, seed)
+    row, column = quantize(x_ERC, fmt, columnwise=fmt.columnwise_allowed, seed=seed)
+    reads = 2 if fmt.has_tensor_scale or fmt.block is None else 1
+    stored = fmt.stored_bytes(x_ERC.shape, columnwise=fmt.columnwise_allowed)
+    directions = "both directions" if column is not None else "row-wise"
+    _report(
+        f"quantize {name}, {directions}",
+        lambda: quantize_into(x_ERC, row, column, seed=seed),
+        reads * _bytes(x_ERC) + stored,
+        (x_ERC, seconds, threads),
+    )
+    assert row is not None
+    few = Quantized(
+        payload=row.payload[:1],
+        scale=row.scale[:1],
+        tensor_scale=None if row.tensor_scale is None else row.tensor_scale[:1],
+        format=fmt,
+    )
+    _report(
+        f"dequantize {name}, row-wise",
+        lambda: dequantize(few, x_ERC.dtype),
+        few.stored_bytes + _bytes(x_ERC[:1]),
+        (x_ERC, seconds / 2, threads),
+    )
+
+
+def _report(name: str, run: Callable[[], object], num_bytes: int, against: tuple[Tensor, float, int]) -> None:
+    x_ERC, seconds, threads = against
+    copied = torch.empty_like(x_ERC)
+    with ThreadPoolExecutor(threads) as pool:
+        runs = (run, lambda: _memcpy(copied, x_ERC, pool, threads), lambda: copied.copy_(x_ERC))
+        ours, memcpy, copy = _median_seconds(runs, seconds)
+    speed, memcpy_speed, copy_speed = num_bytes / ours, 2 * _bytes(x_ERC) / memcpy, 2 * _bytes(x_ERC) / copy
+    print(
+        f"{name:<36}{speed / 1e9:>8.2f}{memcpy_speed / 1e9:>8.2f}{speed / memcpy_speed:>7.2f}"
+        f"{copy_speed / 1e9:>8.2f}{speed / copy_speed:>7.2f}"
+    )
+
+
+def _memcpy(to: Tensor, source: Tensor, pool: ThreadPoolExecutor, threads: int) -> None:
+    """C's memcpy, the bytes cut evenly between threads; a foreign call leaves the interpreter lock to the others."""
+    size = _bytes(source)
+    cuts = [size * k // threads for k in range(threads + 1)]
+    pieces = itertools.pairwise(cuts)
+    list(pool.map(lambda p: ctypes.memmove(to.data_ptr() + p[0], source.data_ptr() + p[0], p[1] - p[0]), pieces))
+
+
+def _median_seconds(runs: tuple[Callable[[], object], ...], seconds: float) -> list[float]:
+    """Median of each, taken in turn so that a busy machine slows all."""
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times[0]) < 5:
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def _check_bits(x_ERC: Tensor, fmt: Format, seed: int | None) -> None:
+    """AssertionError unless native and reference store the same bytes."""
+    columnwise = fmt.columnwise_allowed
+    results = [quantize(x_ERC, fmt, columnwise=columnwise, seed=seed, backend=b) for b in ("native", "reference")]
+    for ours, expected in zip(*results, strict=True):
+        if ours is None or expected is None:
+            continue
+        for a, b in zip((ours.payload, ours.scale), (expected.payload, expected.scale), strict=True):
+            if not torch.equal(a, b):
+                raise AssertionError(f"{fmt}: native {ours.direction} bytes differ from the reference's")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+if __name__ == "__main__":
+    main()
