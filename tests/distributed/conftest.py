@@ -1,4 +1,4 @@
-"""One pool of ranks for each world size, shared by every test of the session."""
+"""One pool of ranks for each world size, shared by every test of a file."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,8 @@ import pytest
 from moe_runtime.testing.ranks import RankPool
 
 
-@pytest.fixture(scope="session")
+# Not for the session: every mesh a case makes leaves threads of gloo behind that wake a hundred times a second.
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """ranks(n): the pool of n gloo ranks."""
     pools: dict[int, RankPool] = {}
