@@ -61,24 +61,34 @@ template <class T>
 
 template <Element element>
 struct DequantizeTiles {
-  using Values = Tile<kHeight, kWidth>;
-  using Transposed = Tile<kWidth, kHeight>;
+  struct alignas(64) Values {
+    float x[kHeight][kWidth];
+  };
+  struct alignas(64) Transposed {
+    float x[kWidth][kHeight];
+  };
 
   [[gnu::always_inline]] static void run(const Dequantize& args, int64_t begin, int64_t end) {
-    alignas(64) Values tile;
-    alignas(64) Transposed turned;
+    Values tile;
+    Transposed turned;
     const Patches patches{args.members, args.rows, args.cols};
-    patches.for_tiles<kHeight, kWidth>(begin, end, [&](const TilePlace& at) __attribute__((always_inline)) {
-      read(args, at, tile);
-      if (args.transposed) {
-        write_turned(args, at, tile, turned);
-      } else {
-        for (int64_t r = 0; r < at.num_rows; ++r) {
-          const int64_t first = (at.member * args.rows + at.row + r) * args.cols + at.column;
-          write_values(args, first, tile.x[r], at.num_columns);
+    for (int64_t index = begin; index < end; ++index) {
+      for_tiles<kHeight, kWidth>(patches.at(index), [&](const TilePlace& at) __attribute__((always_inline)) {
+        read(args, at, tile);
+        if (args.transposed) {
+          write_turned(args, at, tile, turned);
+        } else {
+          write_straight(args, at, tile);
         }
-      }
-    });
+      });
+    }
+  }
+
+  [[gnu::always_inline]] static void write_straight(const Dequantize& args, const TilePlace& at, const Values& tile) {
+    for (int64_t r = 0; r < at.num_rows; ++r) {
+      const int64_t first = (at.member * args.rows + at.row + r) * args.cols + at.column;
+      write_values(args, first, tile.x[r], at.num_columns);
+    }
   }
 
   [[gnu::always_inline]] static void read(const Dequantize& args, const TilePlace& at, Values& tile) {
@@ -108,7 +118,7 @@ struct DequantizeTiles {
       for (int64_t r = 0; r < kHeight; ++r) turned.x[c][r] = tile.x[r][c];
     }
     if (args.rotated) {
-      for (int64_t c = 0; c < kWidth; c += kHadamardSize) rotate_back<kHeight>(turned.x + c);
+      for (int64_t c = 0; c < kWidth; c += kHadamardSize) rotate_back<kHeight>(turned.x[c], kHeight);
     }
     for (int64_t c = 0; c < at.num_columns; ++c) {
       const int64_t first = (at.member * args.cols + at.column + c) * args.rows + at.row;

@@ -44,7 +44,8 @@ struct Encoding<Element::e2m1> {
   static constexpr uint32_t nan = 0;  // it has none
 };
 
-// The code nearest to value, ties to even, for |value| that rounds to at most the encoding's largest.
+// The code nearest to value, ties to even, for |value| that rounds to at most the encoding's largest. Bits above the
+// encoding's width are anything.
 template <Element element>
 [[gnu::always_inline]] inline uint32_t cast_in_range(float value) {
   using E = Encoding<element>;
@@ -59,11 +60,10 @@ template <Element element>
   const uint32_t own = size & kInfinityBits;
   const uint32_t exponent = own > least ? own : least;
   const uint32_t sum = bits_of(float_of(size) + float_of(exponent + ((static_cast<uint32_t>(dropped) << 23) | last)));
-  const uint32_t code = (sum + (exponent >> dropped)) & (sign_bit - 1u);
-  return code | ((bits >> (32 - E::bits)) & sign_bit);
+  return (sum + (exponent >> dropped)) | ((bits >> (32 - E::bits)) & sign_bit);
 }
 
-// The code nearest to value, ties to even; saturates; NaN becomes the encoding's.
+// The code nearest to value, ties to even, and no other bits; saturates; NaN becomes the encoding's.
 template <Element element>
 [[gnu::always_inline]] inline uint32_t cast(float value) {
   using E = Encoding<element>;
@@ -71,7 +71,7 @@ template <Element element>
   const uint32_t size = bits & 0x7fffffffu;
   const uint32_t most = bits_of(E::max);
   const uint32_t clamped = (size < most ? size : most) | (bits & 0x80000000u);
-  return size > kInfinityBits ? E::nan : cast_in_range<element>(float_of(clamped));
+  return size > kInfinityBits ? E::nan : cast_in_range<element>(float_of(clamped)) & ((1u << E::bits) - 1u);
 }
 
 // E2M1 code of value: of its two neighbors the farther from 0 if its distance from the nearer exceeds uniform.

@@ -8,32 +8,39 @@ namespace moe_runtime {
 
 namespace {
 
-constexpr int64_t kHeight = 64, kWidth = 128;
+constexpr int64_t kRows = 4, kHeight = 64, kWidth = 128;
+
+// Infinity becomes NaN, so that it is told from a product that overflows, which saturates.
+[[gnu::always_inline]] inline void mark_infinity(Tile<kRows, kWidth> tile) {
+  for (int64_t r = 0; r < kRows; ++r) {
+    float* __restrict x = tile.row(r);
+    for (int64_t c = 0; c < kWidth; ++c) x[c] = magnitude_bits(x[c]) < kInfinityBits ? x[c] : float_of(0x7fc00000u);
+  }
+}
 
 template <Element element>
 struct Float8Tiles {
   [[gnu::always_inline]] static void run(const QuantizeFloat8& args, const float* multiplier_E, int64_t begin,
                                          int64_t end) {
-    Tile<kHeight, kWidth> tile;
     const ToNearest<element> rounding;
     const int64_t rows = args.in.rows, cols = args.in.cols;
-    patches_of(args.in).for_tiles<kHeight, kWidth>(begin, end, [&](const TilePlace& at) __attribute__((always_inline)) {
-      tile.read(args.in, at);
-      for (int64_t k = 0; k < kHeight * kWidth; ++k) {
-        float& x = tile.x[k / kWidth][k % kWidth];
-        x = magnitude_bits(x) < kInfinityBits ? x : float_of(0x7fc00000u);  // a product that overflows saturates
-      }
-      alignas(64) float multiplier[kWidth];
-      for (int64_t k = 0; k < kWidth; ++k) multiplier[k] = multiplier_E[at.member];
-      if (args.row) {
-        write_rows<kWidth>(tile, at, multiplier, rounding, args.row + (at.member * rows + at.row) * cols + at.column,
-                           cols);
-      }
-      if (args.column) {
-        write_columns<kHeight>(tile, at, multiplier, rounding,
-                               args.column + (at.member * cols + at.column) * rows + at.row, rows);
-      }
-    });
+    read_patches<kRows, kHeight, kWidth>(
+        args.in, begin, end,
+        [&](Tile<kRows, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          mark_infinity(tile);
+          if (!args.row) return;
+          alignas(64) float multiplier[kRows];
+          std::fill_n(multiplier, kRows, multiplier_E[at.member]);
+          write_rows<kWidth>(tile, at, multiplier, rounding, args.row + (at.member * rows + at.row) * cols + at.column,
+                             cols);
+        },
+        [&](Tile<kHeight, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (!args.column) return;
+          alignas(64) float multiplier[kWidth];
+          std::fill_n(multiplier, kWidth, multiplier_E[at.member]);
+          write_columns<kHeight>(tile, at, multiplier, rounding,
+                                 args.column + (at.member * cols + at.column) * rows + at.row, rows);
+        });
     finish_runs();
   }
 };

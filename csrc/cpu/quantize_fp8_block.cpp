@@ -23,16 +23,21 @@ struct Fp8Scaler {
 
 template <Element element, int64_t across>
 struct Fp8BlockTiles {
+  static constexpr int64_t kRows = across > 1 ? across : 4;
+
   [[gnu::always_inline]] static void run(const QuantizeFp8Block& args, int64_t begin, int64_t end) {
-    Tile<kHeight, kWidth> tile;
     const Fp8Scaler<element> scaler{args.power_of_two};
     const ToNearestInRange<element> usual;
     const ToNearest<element> safe;
-    patches_of(args.in).for_tiles<kHeight, kWidth>(begin, end, [&](const TilePlace& at) __attribute__((always_inline)) {
-      tile.read(args.in, at);
-      if (args.row.payload) quantize_rows<kBlock, across>(tile, at, args.in, args.row, scaler, usual, safe);
-      if (args.column.payload) quantize_columns<kBlock, across>(tile, at, args.in, args.column, scaler, usual, safe);
-    });
+    read_patches<kRows, kHeight, kWidth>(
+        args.in, begin, end,
+        [&](Tile<kRows, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (args.row.payload) quantize_rows<kBlock, across>(tile, at, args.in, args.row, scaler, usual, safe);
+        },
+        [&](Tile<kHeight, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (args.column.payload)
+            quantize_columns<kBlock, across>(tile, at, args.in, args.column, scaler, usual, safe);
+        });
     finish_runs();
   }
 };

@@ -10,14 +10,14 @@ constexpr uint32_t kHadamardSigns = 0x243fu;  // the first 16 bits of pi's fract
 
 [[gnu::always_inline]] inline float hadamard_sign(int64_t i) { return kHadamardSigns >> (15 - i) & 1u ? -1.0f : 1.0f; }
 
-// Rows x[0] .. x[15] of W values become H x, by butterflies of distance 1, 2, 4, 8 in that order.
+// Rows x, x + stride, ... of W values become H x, by butterflies of distance 1, 2, 4, 8 in that order.
 template <int64_t W>
-[[gnu::always_inline]] inline void butterflies(float (*x)[W]) {
+[[gnu::always_inline]] inline void butterflies(float* x, int64_t stride) {
   for (int64_t distance = 1; distance < kHadamardSize; distance *= 2) {
     for (int64_t i = 0; i < kHadamardSize; ++i) {
       if (i & distance) continue;
-      float* __restrict a = x[i];
-      float* __restrict b = x[i + distance];
+      float* __restrict a = x + i * stride;
+      float* __restrict b = x + (i + distance) * stride;
       for (int64_t c = 0; c < W; ++c) {
         const float low = a[c], high = b[c];
         a[c] = low + high;
@@ -29,22 +29,22 @@ template <int64_t W>
 
 // x becomes H (d * x) / 4.
 template <int64_t W>
-[[gnu::always_inline]] inline void rotate(float (*x)[W]) {
+[[gnu::always_inline]] inline void rotate(float* x, int64_t stride) {
   for (int64_t i = 0; i < kHadamardSize; ++i) {
-    for (int64_t c = 0; c < W; ++c) x[i][c] *= hadamard_sign(i);
+    for (int64_t c = 0; c < W; ++c) x[i * stride + c] *= hadamard_sign(i);
   }
-  butterflies<W>(x);
+  butterflies<W>(x, stride);
   for (int64_t i = 0; i < kHadamardSize; ++i) {
-    for (int64_t c = 0; c < W; ++c) x[i][c] *= 0.25f;
+    for (int64_t c = 0; c < W; ++c) x[i * stride + c] *= 0.25f;
   }
 }
 
 // Inverse of rotate: x becomes d * (H x / 4).
 template <int64_t W>
-[[gnu::always_inline]] inline void rotate_back(float (*x)[W]) {
-  butterflies<W>(x);
+[[gnu::always_inline]] inline void rotate_back(float* x, int64_t stride) {
+  butterflies<W>(x, stride);
   for (int64_t i = 0; i < kHadamardSize; ++i) {
-    for (int64_t c = 0; c < W; ++c) x[i][c] = (x[i][c] * 0.25f) * hadamard_sign(i);
+    for (int64_t c = 0; c < W; ++c) x[i * stride + c] = (x[i * stride + c] * 0.25f) * hadamard_sign(i);
   }
 }
 

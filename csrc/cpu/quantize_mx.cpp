@@ -6,7 +6,7 @@ namespace moe_runtime {
 
 namespace {
 
-constexpr int64_t kBlock = 32, kHeight = 64, kWidth = 128;
+constexpr int64_t kBlock = 32, kRows = 4, kHeight = 64, kWidth = 128;
 
 // The exponent of amax / max rounded up, and 2^(127 - code); NaN where amax is not finite.
 template <Element element>
@@ -25,15 +25,17 @@ struct MxScaler {
 template <Element element>
 struct MxTiles {
   [[gnu::always_inline]] static void run(const QuantizeMx& args, int64_t begin, int64_t end) {
-    Tile<kHeight, kWidth> tile;
     const MxScaler<element> scaler;
     const ToNearestInRange<element> usual;
     const ToNearest<element> safe;
-    patches_of(args.in).for_tiles<kHeight, kWidth>(begin, end, [&](const TilePlace& at) __attribute__((always_inline)) {
-      tile.read(args.in, at);
-      if (args.row.payload) quantize_rows<kBlock, 1>(tile, at, args.in, args.row, scaler, usual, safe);
-      if (args.column.payload) quantize_columns<kBlock, 1>(tile, at, args.in, args.column, scaler, usual, safe);
-    });
+    read_patches<kRows, kHeight, kWidth>(
+        args.in, begin, end,
+        [&](Tile<kRows, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (args.row.payload) quantize_rows<kBlock, 1>(tile, at, args.in, args.row, scaler, usual, safe);
+        },
+        [&](Tile<kHeight, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (args.column.payload) quantize_columns<kBlock, 1>(tile, at, args.in, args.column, scaler, usual, safe);
+        });
     finish_runs();
   }
 };

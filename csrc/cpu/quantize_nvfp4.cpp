@@ -28,8 +28,8 @@ struct NvScaler {
   }
 };
 
-[[gnu::always_inline]] inline void rotate_tile(Tile<kHeight, kWidth>& tile) {
-  for (int64_t i = 0; i < kHeight; i += kBlock) rotate<kWidth>(tile.x + i);
+[[gnu::always_inline]] inline void rotate_tile(Tile<kHeight, kWidth> tile) {
+  for (int64_t i = 0; i < kHeight; i += kBlock) rotate<kWidth>(tile.row(i), kBufferStride);
 }
 
 // E2M1 with random bits of the element's place.
@@ -54,23 +54,25 @@ struct Stochastically {
 
 template <int64_t across, bool stochastic>
 struct NvTiles {
+  static constexpr int64_t kRows = across > 1 ? across : 4;
+
   [[gnu::always_inline]] static void run(const QuantizeNvfp4& args, const float* row_E, const float* column_E,
                                          int64_t begin, int64_t end) {
-    Tile<kHeight, kWidth> tile;
-    patches_of(args.in).for_tiles<kHeight, kWidth>(begin, end, [&](const TilePlace& at) __attribute__((always_inline)) {
-      tile.read(args.in, at);
-      if (args.row.payload) {
-        auto rounding = rounding_of(args, at, 0);
-        const NvScaler scaler{row_E[at.member], args.row_tensor_scale_E[at.member]};
-        quantize_rows<kBlock, across>(tile, at, args.in, args.row, scaler, rounding, rounding);
-      }
-      if (args.column.payload) {
-        auto rounding = rounding_of(args, at, 1);
-        const NvScaler scaler{column_E[at.member], args.column_tensor_scale_E[at.member]};
-        if (args.random_hadamard) rotate_tile(tile);
-        quantize_columns<kBlock, across>(tile, at, args.in, args.column, scaler, rounding, rounding);
-      }
-    });
+    read_patches<kRows, kHeight, kWidth>(
+        args.in, begin, end,
+        [&](Tile<kRows, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (!args.row.payload) return;
+          auto rounding = rounding_of(args, at, 0);
+          const NvScaler scaler{row_E[at.member], args.row_tensor_scale_E[at.member]};
+          quantize_rows<kBlock, across>(tile, at, args.in, args.row, scaler, rounding, rounding);
+        },
+        [&](Tile<kHeight, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          if (!args.column.payload) return;
+          auto rounding = rounding_of(args, at, 1);
+          const NvScaler scaler{column_E[at.member], args.column_tensor_scale_E[at.member]};
+          if (args.random_hadamard) rotate_tile(tile);
+          quantize_columns<kBlock, across>(tile, at, args.in, args.column, scaler, rounding, rounding);
+        });
     finish_runs();
   }
 
@@ -87,16 +89,17 @@ struct NvTiles {
 
 struct RotatedMaximum {
   [[gnu::always_inline]] static void run(const MatrixStack& in, int64_t begin, int64_t end, MemberMaxima& maxima) {
-    Tile<kHeight, kWidth> tile;
-    patches_of(in).for_tiles<kHeight, kWidth>(begin, end, [&](const TilePlace& at) __attribute__((always_inline)) {
-      tile.read(in, at);
-      rotate_tile(tile);
-      uint32_t largest = 0;
-      for (int64_t r = 0; r < kHeight; ++r) {
-        for (int64_t c = 0; c < kWidth; ++c) largest = std::max(largest, finite_magnitude_bits(tile.x[r][c]));
-      }
-      maxima.report(at.member, largest);
-    });
+    read_patches<4, kHeight, kWidth>(
+        in, begin, end, [](Tile<4, kWidth>, const TilePlace&) {},
+        [&](Tile<kHeight, kWidth> tile, const TilePlace& at) __attribute__((always_inline)) {
+          rotate_tile(tile);
+          uint32_t largest = 0;
+          for (int64_t r = 0; r < kHeight; ++r) {
+            const float* __restrict x = tile.row(r);
+            for (int64_t c = 0; c < kWidth; ++c) largest = std::max(largest, finite_magnitude_bits(x[c]));
+          }
+          maxima.report(at.member, largest);
+        });
   }
 };
 

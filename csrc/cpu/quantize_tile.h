@@ -1,13 +1,14 @@
-// The pieces that a quantizing kernel is made of: tiles of the input, block maxima, and the payload of both directions.
+// The pieces that a quantizing kernel is made of: reading the input, block maxima, and the payload of both directions.
 //
-// A tile is read once into a float32 buffer. Row-wise bytes are written row by row. Column-wise bytes of a column lie
-// side by side in memory, so codes of adjacent rows are joined to 32-bit words, one word a column, and the words are
-// transposed. Where a tile is whole, only whole cache lines leave it.
+// The input is read once, a few rows at a time, into a float32 buffer, and its row-wise bytes are written as it is
+// read. Column-wise bytes of a column lie side by side in memory: once the buffer holds enough rows to fill a cache
+// line with them, codes of adjacent rows are joined to 32-bit words, one word a column, and the words are transposed.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 
 #if defined(__SSE2__)
@@ -38,32 +39,37 @@ struct Patches {
   int64_t across() const { return (cols + kCols - 1) / kCols; }
   int64_t size() const { return members * across() * down(); }
 
-  // Calls body with each tile of patches begin .. end - 1.
-  template <int64_t H, int64_t W, class Body>
-  [[gnu::always_inline]] void for_tiles(int64_t begin, int64_t end, const Body& body) const {
-    static_assert(kRows % H == 0 && kCols % W == 0, "a patch holds whole tiles");
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t member = index / down() / across();
-      const int64_t top = index % down() * kRows, bottom = std::min(rows, top + kRows);
-      const int64_t left = index / down() % across() * kCols, right = std::min(cols, left + kCols);
-      for (int64_t row = top; row < bottom; row += H) {
-        for (int64_t column = left; column < right; column += W) {
-          body(TilePlace{member, row, std::min(H, rows - row), column, std::min(W, cols - column)});
-        }
-      }
-    }
+  TilePlace at(int64_t index) const {
+    const int64_t row = index % down() * kRows, column = index / down() % across() * kCols;
+    return {index / down() / across(), row, std::min(kRows, rows - row), column, std::min(kCols, cols - column)};
   }
 };
 
 inline Patches patches_of(const MatrixStack& in) { return {in.members, in.rows, in.cols}; }
 
-// The values of a tile; cells outside the matrix are 0.
+// Calls body with the tiles of a patch, row by row. Their rows and columns are those of the stack.
+template <int64_t H, int64_t W, class Body>
+[[gnu::always_inline]] inline void for_tiles(const TilePlace& patch, const Body& body) {
+  static_assert(Patches::kRows % H == 0 && Patches::kCols % W == 0, "a patch holds whole tiles");
+  for (int64_t r = 0; r < patch.num_rows; r += H) {
+    for (int64_t c = 0; c < patch.num_columns; c += W) {
+      body(TilePlace{patch.member, patch.row + r, std::min(H, patch.num_rows - r), patch.column + c,
+                     std::min(W, patch.num_columns - c)});
+    }
+  }
+}
+
+// A cache line more than a patch is wide, so that rows below each other do not fall into one set of the cache.
+constexpr int64_t kBufferStride = Patches::kCols + 16;
+
+// H x W values in a buffer of float32; cells outside the matrix are 0.
 template <int64_t H, int64_t W>
 struct Tile {
-  alignas(64) float x[H][W];
+  float* x;
 
-  [[gnu::always_inline]] void read(const MatrixStack& in, const TilePlace& at) {
-    if (at.num_rows < H || at.num_columns < W) std::memset(x, 0, sizeof(x));
+  [[gnu::always_inline]] float* row(int64_t r) const { return x + r * kBufferStride; }
+
+  [[gnu::always_inline]] void read(const MatrixStack& in, const TilePlace& at) const {
     const int64_t first = (at.member * in.rows + at.row) * in.cols + at.column;
     switch (in.type) {
       case ValueType::float32:
@@ -76,19 +82,51 @@ struct Tile {
   }
 
   template <class T>
-  [[gnu::always_inline]] void read(const T* from, int64_t stride, const TilePlace& at) {
+  [[gnu::always_inline]] void read(const T* from, int64_t stride, const TilePlace& at) const {
     constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(T));
+    if (at.num_rows < H || at.num_columns < W) clear();
     for (int64_t r = 0; r < at.num_rows; ++r) {
-      const T* __restrict row = from + r * stride;
-      for (int64_t c = 0; c < W; c += line) __builtin_prefetch(row + W + c);  // of the next tile
+      const T* __restrict in = from + r * stride;
+      float* __restrict to = row(r);
+      for (int64_t c = 0; c < W; c += line) __builtin_prefetch(in + H * stride + c, 0, 2);  // of the tile below
       if (at.num_columns == W) {
-        for (int64_t c = 0; c < W; ++c) x[r][c] = load(row + c);
+        for (int64_t c = 0; c < W; ++c) to[c] = load(in + c);
       } else {
-        for (int64_t c = 0; c < at.num_columns; ++c) x[r][c] = load(row + c);
+        for (int64_t c = 0; c < at.num_columns; ++c) to[c] = load(in + c);
       }
     }
   }
+
+  [[gnu::always_inline]] void clear() const {
+    for (int64_t r = 0; r < H; ++r) std::memset(row(r), 0, W * sizeof(float));
+  }
 };
+
+// Reads patches begin .. end - 1 in tiles of G rows and passes each to on_rows as it comes; after H rows, on_columns
+// gets them as tiles of H rows. Both take a tile, which they may change, and its place.
+template <int64_t G, int64_t H, int64_t W, class OnRows, class OnColumns>
+[[gnu::always_inline]] inline void read_patches(const MatrixStack& in, int64_t begin, int64_t end,
+                                                const OnRows& on_rows, const OnColumns& on_columns) {
+  static_assert(H % G == 0, "tiles of rows fill the buffer");
+  const std::unique_ptr<float[]> memory(new float[H * kBufferStride + 16]);
+  float* buffer = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64 / sizeof(float);
+  for (int64_t index = begin; index < end; ++index) {
+    const TilePlace patch = patches_of(in).at(index);
+    for_tiles<H, Patches::kCols>(patch, [&](const TilePlace& strip) __attribute__((always_inline)) {
+      for_tiles<G, W>(strip, [&](const TilePlace& at) __attribute__((always_inline)) {
+        const Tile<G, W> tile{buffer + (at.row - strip.row) * kBufferStride + at.column - strip.column};
+        tile.read(in, at);
+        on_rows(tile, at);
+      });
+      for (int64_t r = (strip.num_rows + G - 1) / G * G; r < H; ++r) {
+        std::memset(buffer + r * kBufferStride, 0, Patches::kCols * sizeof(float));
+      }
+      for_tiles<H, W>(strip, [&](const TilePlace& at) __attribute__((always_inline)) {
+        on_columns(Tile<H, W>{buffer + at.column - strip.column}, at);
+      });
+    });
+  }
+}
 
 // Copies a run of bytes out of a tile. Whole cache lines go past the caches: nothing reads them back here, and they
 // need not be fetched before they are written.
@@ -127,11 +165,11 @@ template <int64_t size>
 // most[r, j] of columns jB .. of row r. Each block folds to 16 lanes; then all blocks halve together, which costs a
 // third of reducing them one by one.
 template <int64_t B, int64_t H, int64_t W>
-[[gnu::always_inline]] inline void row_maxima(const Tile<H, W>& tile, uint32_t* __restrict most) {
+[[gnu::always_inline]] inline void row_maxima(Tile<H, W> tile, uint32_t* __restrict most) {
   constexpr int64_t lanes = 16, count = H * (W / B);
   alignas(64) uint32_t folded[count * lanes], halved[count * lanes / 2];
   for (int64_t k = 0; k < count; ++k) {
-    const float* __restrict x = tile.x[k / (W / B)] + k % (W / B) * B;
+    const float* __restrict x = tile.row(k / (W / B)) + k % (W / B) * B;
     for (int64_t lane = 0; lane < lanes; ++lane) {
       uint32_t largest = magnitude_bits(x[lane]);
       for (int64_t c = lanes; c < B; c += lanes) largest = std::max(largest, magnitude_bits(x[c + lane]));
@@ -146,12 +184,13 @@ template <int64_t B, int64_t H, int64_t W>
 
 // most[i, c] of rows iB .. of column c.
 template <int64_t B, int64_t H, int64_t W>
-[[gnu::always_inline]] inline void column_maxima(const Tile<H, W>& tile, uint32_t* __restrict most) {
+[[gnu::always_inline]] inline void column_maxima(Tile<H, W> tile, uint32_t* __restrict most) {
   for (int64_t i = 0; i < H / B; ++i) {
     uint32_t* __restrict largest = most + i * W;
     for (int64_t c = 0; c < W; ++c) largest[c] = 0;
     for (int64_t r = i * B; r < (i + 1) * B; ++r) {
-      for (int64_t c = 0; c < W; ++c) largest[c] = std::max(largest[c], magnitude_bits(tile.x[r][c]));
+      const float* __restrict x = tile.row(r);
+      for (int64_t c = 0; c < W; ++c) largest[c] = std::max(largest[c], magnitude_bits(x[c]));
     }
   }
 }
@@ -163,7 +202,8 @@ template <int64_t B, int64_t H, int64_t W>
   for (int64_t k = 0; k < count; ++k) most[k * stride] = largest;
 }
 
-// How scaled values become codes. `prepare` comes before the codes of a row of the tile; (r, c) is a place in it.
+// How scaled values become codes, their upper bits anything. `prepare` comes before the codes of a row of the tile; (r,
+// c) is a place in it.
 template <Element element>
 struct ToNearest {
   static constexpr Element kElement = element;
@@ -181,22 +221,23 @@ struct ToNearestInRange {
 
 // Row-wise payload: element * multiplier[r, j] encoded, the rows of the tile.
 template <int64_t B, int64_t H, int64_t W, class Rounding>
-[[gnu::always_inline]] inline void write_rows(const Tile<H, W>& tile, const TilePlace& at, const float* multiplier,
+[[gnu::always_inline]] inline void write_rows(Tile<H, W> tile, const TilePlace& at, const float* multiplier,
                                               Rounding& rounding, uint8_t* payload, int64_t row_bytes) {
   constexpr int bits = Encoding<Rounding::kElement>::bits;
   const int64_t num_bytes = at.num_columns * bits / 8;
   for (int64_t r = 0; r < at.num_rows; ++r) {
     alignas(64) uint32_t code[W];  // narrowed in a loop of its own: together they vectorize at half the width
     alignas(64) uint8_t bytes[W * bits / 8];
+    const float* __restrict x = tile.row(r);
     rounding.prepare(r);
     for (int64_t j = 0; j < W / B; ++j) {
       const float m = multiplier[r * (W / B) + j];
-      for (int64_t c = j * B; c < (j + 1) * B; ++c) code[c] = rounding.code(r, c, tile.x[r][c] * m);
+      for (int64_t c = j * B; c < (j + 1) * B; ++c) code[c] = rounding.code(r, c, x[c] * m);
     }
     if (bits == 8) {
       for (int64_t c = 0; c < W; ++c) bytes[c] = static_cast<uint8_t>(code[c]);
     } else {
-      for (int64_t b = 0; b < W / 2; ++b) bytes[b] = static_cast<uint8_t>(code[2 * b] | code[2 * b + 1] << 4);
+      for (int64_t b = 0; b < W / 2; ++b) bytes[b] = static_cast<uint8_t>((code[2 * b] & 0xfu) | code[2 * b + 1] << 4);
     }
     write_run<W * bits / 8>(payload + r * row_bytes, bytes, num_bytes);
   }
@@ -204,7 +245,7 @@ template <int64_t B, int64_t H, int64_t W, class Rounding>
 
 // Column-wise payload: element * multiplier[i, c] encoded, the columns of the tile.
 template <int64_t B, int64_t H, int64_t W, class Rounding>
-[[gnu::always_inline]] inline void write_columns(const Tile<H, W>& tile, const TilePlace& at, const float* multiplier,
+[[gnu::always_inline]] inline void write_columns(Tile<H, W> tile, const TilePlace& at, const float* multiplier,
                                                  Rounding& rounding, uint8_t* payload, int64_t column_bytes) {
   constexpr int bits = Encoding<Rounding::kElement>::bits;
   constexpr int64_t rows_per_word = 32 / bits, num_words = H / rows_per_word;
@@ -213,13 +254,16 @@ template <int64_t B, int64_t H, int64_t W, class Rounding>
     const float* __restrict m = multiplier + q * rows_per_word / B * W;
     for (int64_t k = 0; k < rows_per_word; k += 4) {
       const int64_t r = q * rows_per_word + k;
+      const float *x0 = tile.row(r), *x1 = tile.row(r + 1), *x2 = tile.row(r + 2), *x3 = tile.row(r + 3);
       for (int64_t i = 0; i < 4; ++i) rounding.prepare(r + i);
       for (int64_t c = 0; c < W; ++c) {
-        const uint32_t code0 = rounding.code(r, c, tile.x[r][c] * m[c]);
-        const uint32_t code1 = rounding.code(r + 1, c, tile.x[r + 1][c] * m[c]);
-        const uint32_t code2 = rounding.code(r + 2, c, tile.x[r + 2][c] * m[c]);
-        const uint32_t code3 = rounding.code(r + 3, c, tile.x[r + 3][c] * m[c]);
-        const uint32_t four = code0 | code1 << bits | code2 << (2 * bits) | code3 << (3 * bits);
+        const uint32_t code0 = rounding.code(r, c, x0[c] * m[c]);
+        const uint32_t code1 = rounding.code(r + 1, c, x1[c] * m[c]);
+        const uint32_t code2 = rounding.code(r + 2, c, x2[c] * m[c]);
+        const uint32_t code3 = rounding.code(r + 3, c, x3[c] * m[c]);
+        constexpr uint32_t mask = (1u << bits) - 1u;
+        const uint32_t four = (code0 & mask) | (code1 << bits & mask << bits) |
+                              (code2 << (2 * bits) & mask << (2 * bits)) | (code3 << (3 * bits) & mask << (3 * bits));
         words[q][c] = k ? words[q][c] | four << (k * bits) : four;
       }
     }
@@ -260,7 +304,7 @@ template <class Wide, class Scaler>
 
 // A tile's row-wise bytes and scales. Blocks are across x B; `usual` rounds unless a block of the tile is not finite.
 template <int64_t B, int64_t across, class Stored, int64_t H, int64_t W, class Scaler, class Usual, class Safe>
-[[gnu::always_inline]] inline void quantize_rows(const Tile<H, W>& tile, const TilePlace& at, const MatrixStack& in,
+[[gnu::always_inline]] inline void quantize_rows(Tile<H, W> tile, const TilePlace& at, const MatrixStack& in,
                                                  const QuantizedOut<Stored>& out, const Scaler& scaler, Usual& usual,
                                                  Safe& safe) {
   constexpr int64_t blocks = W / B, bits = Encoding<Usual::kElement>::bits;
@@ -290,7 +334,7 @@ template <int64_t B, int64_t across, class Stored, int64_t H, int64_t W, class S
 
 // A tile's column-wise bytes and scales, as quantize_rows of the transposed tile.
 template <int64_t B, int64_t across, class Stored, int64_t H, int64_t W, class Scaler, class Usual, class Safe>
-[[gnu::always_inline]] inline void quantize_columns(const Tile<H, W>& tile, const TilePlace& at, const MatrixStack& in,
+[[gnu::always_inline]] inline void quantize_columns(Tile<H, W> tile, const TilePlace& at, const MatrixStack& in,
                                                     const QuantizedOut<Stored>& out, const Scaler& scaler, Usual& usual,
                                                     Safe& safe) {
   constexpr int64_t blocks = H / B, bits = Encoding<Usual::kElement>::bits;

@@ -5,7 +5,8 @@
 Before a format is timed, its native bytes are compared with the reference's, bit for bit, on a part of the input. Its
 bandwidth counts the bytes read and written, each once: the input (and once more where the format needs the amax of a
 member first) and the payloads and scales of the directions it stores. The ratio is to the bandwidth of a copy of the
-input, taken in turn with it in the same run; both write into memory that is there already.
+input, taken in turn with it in the same run, by C's memcpy and by torch's copy_; quantize and the copies write into
+memory that is there already.
 """
 
 # E members   R rows   C columns
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from moe_runtime.formats import MXFP4, MXFP8, NVFP4, Float8, Format, FP8Block, Quantized
+from moe_runtime.formats import MXFP4, MXFP8, NVFP4, Float8, Format, FP8Block
 from moe_runtime.kernels.dequantize import dequantize
 from moe_runtime.kernels.quantize import quantize, quantize_into
 from moe_runtime.kernels.select import native_status
@@ -39,6 +40,7 @@ _FORMATS: dict[str, Format] = {
     "nvfp4 rht sr": NVFP4(random_hadamard=True, stochastic_rounding=True),
 }
 _CHECKED_ROWS = 256
+_DEQUANTIZED_ROWS = 1024  # few, as the result is new memory each time
 
 
 def main() -> None:
@@ -74,18 +76,14 @@ def _run_format(name: str, x_ERC: Tensor, seconds: float, threads: int) -> None:
         reads * _bytes(x_ERC) + stored,
         (x_ERC, seconds, threads),
     )
-    assert row is not None
-    few = Quantized(
-        payload=row.payload[:1],
-        scale=row.scale[:1],
-        tensor_scale=None if row.tensor_scale is None else row.tensor_scale[:1],
-        format=fmt,
-    )
+    few_ERC = x_ERC[:1, :_DEQUANTIZED_ROWS]
+    few, _ = quantize(few_ERC, fmt, seed=seed)
+    assert few is not None
     _report(
         f"dequantize {name}, row-wise",
         lambda: dequantize(few, x_ERC.dtype),
-        few.stored_bytes + _bytes(x_ERC[:1]),
-        (x_ERC, seconds / 2, threads),
+        few.stored_bytes + _bytes(few_ERC),
+        (few_ERC.contiguous(), seconds / 2, threads),
     )
 
 
