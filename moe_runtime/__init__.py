@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AuxLoss": "moe_runtime.nn",
+    "BatchScope": "moe_runtime.nn",
+    "Capacity": "moe_runtime.nn",
     "GroupedLinear": "moe_runtime.nn",
     "GroupedMLP": "moe_runtime.nn",
     "GroupedTensor": "moe_runtime.tensor",
+    "MoEConfig": "moe_runtime.nn",
+    "MoELayer": "moe_runtime.nn",
+    "MoEOutput": "moe_runtime.nn",
     "ParallelPlan": "moe_runtime.parallel",
     "RoutedExperts": "moe_runtime.nn",
     "RoutedExpertsConfig": "moe_runtime.nn",
     "Router": "moe_runtime.nn",
     "RouterConfig": "moe_runtime.nn",
+    "RouterLosses": "moe_runtime.nn",
+    "RoutingChoice": "moe_runtime.nn",
+    "RoutingRecord": "moe_runtime.nn",
+    "SharedExperts": "moe_runtime.nn",
+    "SharedExpertsConfig": "moe_runtime.nn",
     "WgradCoordinator": "moe_runtime.runtime",
     "distribute": "moe_runtime.parallel",
 }
@@ -28,12 +39,23 @@ if TYPE_CHECKING:
     from moe_runtime import checkpoint as checkpoint
     from moe_runtime import optim as optim
     from moe_runtime import parallel as parallel
+    from moe_runtime.nn import AuxLoss as AuxLoss
+    from moe_runtime.nn import BatchScope as BatchScope
+    from moe_runtime.nn import Capacity as Capacity
     from moe_runtime.nn import GroupedLinear as GroupedLinear
     from moe_runtime.nn import GroupedMLP as GroupedMLP
+    from moe_runtime.nn import MoEConfig as MoEConfig
+    from moe_runtime.nn import MoELayer as MoELayer
+    from moe_runtime.nn import MoEOutput as MoEOutput
     from moe_runtime.nn import RoutedExperts as RoutedExperts
     from moe_runtime.nn import RoutedExpertsConfig as RoutedExpertsConfig
     from moe_runtime.nn import Router as Router
     from moe_runtime.nn import RouterConfig as RouterConfig
+    from moe_runtime.nn import RouterLosses as RouterLosses
+    from moe_runtime.nn import RoutingChoice as RoutingChoice
+    from moe_runtime.nn import RoutingRecord as RoutingRecord
+    from moe_runtime.nn import SharedExperts as SharedExperts
+    from moe_runtime.nn import SharedExpertsConfig as SharedExpertsConfig
     from moe_runtime.parallel import ParallelPlan as ParallelPlan
     from moe_runtime.parallel import distribute as distribute
     from moe_runtime.runtime import WgradCoordinator as WgradCoordinator

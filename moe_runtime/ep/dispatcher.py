@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_runtime.comm import all_to_all
 from moe_runtime.comm.all_to_all import Exchange
+from moe_runtime.ep.capacity import Capacity, route_within
 from moe_runtime.ep.plan import DispatchPlan
 from moe_runtime.ep.rows import gather, gather_gates, sum_rows
 from moe_runtime.kernels.permute import Route, route
@@ -46,10 +47,11 @@ class LocalDispatcher:
     """Every expert is here: dispatch is a gather, combine a sum."""
 
     num_experts: int
+    capacity: Capacity | None = None
 
     def start(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Dispatched:
-        """Rows sorted by expert; ids of -1 are dropped."""
-        local = route(ids_TK, self.num_experts)
+        """Rows sorted by expert; ids of -1 and what is over capacity are dropped."""
+        local = route_within(ids_TK, gates_TK, self.num_experts, self.capacity)
         return Dispatched(
             x_RD=gather(x_TD, local), gate_R=gather_gates(gates_TK, local), plan=DispatchPlan(local=local)
         )
@@ -68,21 +70,23 @@ class AllToAllDispatcher:
     """Experts are split over `group` in id order: rank p owns experts [p * E, (p + 1) * E).
 
     One exchange of counts, then rows and routing weights. The host must know how many rows each rank gets, so on a GPU
-    every dispatch waits for the device once.
+    every dispatch waits for the device once. A capacity bounds, and pads, the rows that this rank's tokens send to each
+    expert.
     """
 
     num_experts: int
     group: dist.ProcessGroup
+    capacity: Capacity | None = None
 
     def start(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Dispatched:
         """Launch the exchange of rows and weights; read nothing of the result before `wait`."""
-        local = route(ids_TK, self.num_experts)
+        local = route_within(ids_TK, gates_TK, self.num_experts, self.capacity)
         counts_PE = local.ends_E.to(torch.int64).diff(prepend=local.ends_E.new_zeros(1))
         counts_PE = counts_PE.view(dist.get_world_size(self.group), -1)
         received_PE = all_to_all.exchange_counts(counts_PE, self.group)
         sent_E, received_host_PE = counts_PE.sum(1).tolist(), received_PE.cpu()
         plan = DispatchPlan(
-            local=Route(local.slot_R[: sum(sent_E)], local.row_TK, local.ends_E),
+            local=local._replace(slot_R=local.slot_R[: sum(sent_E)]),
             received=_by_expert(received_host_PE, x_TD.device),
             send_rows=tuple(sent_E),
             receive_rows=tuple(received_host_PE.sum(1).tolist()),

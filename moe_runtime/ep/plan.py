@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_runtime.ep.capacity import PaddedRoute
 from moe_runtime.kernels.permute import Route
 
 
@@ -18,7 +19,7 @@ class DispatchPlan:
     send_rows, receive_rows  rows exchanged with each rank; empty at expert degree 1
     """
 
-    local: Route
+    local: Route | PaddedRoute
     received: Route | None = None
     send_rows: tuple[int, ...] = ()
     receive_rows: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_runtime.kernels import combine, dequantize, grouped_gemm, permute, quantize, swiglu
+from moe_runtime.kernels import combine, dequantize, grouped_gemm, permute, quantize, swiglu, topk
 from moe_runtime.kernels.select import Selection
 
 TABLES = (
@@ -13,6 +13,7 @@ TABLES = (
     grouped_gemm.TABLE,
     quantize.TABLE,
     dequantize.TABLE,
+    topk.TABLE,
 )
 
 

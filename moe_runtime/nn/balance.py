@@ -10,6 +10,7 @@ Switch Transformer (arXiv:2101.03961, equations 4 to 6), summed over layers. Wit
 # T tokens of this rank and microbatch   E experts   K top-k   L layers
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,29 @@ def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, slot, torch.ones_like(slot))[1:]
 
 
-def load_balancing_loss(logits: Sequence[Tensor], counts_LE: Tensor, num_tokens: int) -> Tensor:
+def load_balancing_loss(
+    logits: Sequence[Tensor],
+    counts_LE: Tensor,
+    num_tokens: int,
+    *,
+    layers: Literal["separate", "concatenated"] = "separate",
+) -> Tensor:
     """Sum over layers of E * sum_e f_e * (sum over local tokens of p_e) / num_tokens: this rank's part of L.
 
     logits      one (T, E) tensor a layer; probabilities are their softmax in fp32
     counts_LE   int64, summed over ranks
     num_tokens  tokens of the global batch; parts of all ranks and microbatches add up to L
+    layers      "concatenated": one loss, of f and P over the tokens of all layers together, for parity with code that
+                defines it so; layers that are each unbalanced may look balanced together. Hugging Face's
+                `load_balancing_loss_func` is top_k times this
     """
     if len(logits) != len(counts_LE):
         raise ValueError(f"expected logits of {len(counts_LE)} layers, as many as counts, got {len(logits)}")
+    if layers == "concatenated":
+        num_tokens = num_tokens * len(logits)
+        counts_LE, logits = counts_LE.sum(0, keepdim=True), [torch.cat([logits_TE.float() for logits_TE in logits])]
+    elif layers != "separate":
+        raise ValueError(f"layers must be 'separate' or 'concatenated', got {layers!r}")
     total = counts_LE.new_zeros((), dtype=torch.float32)
     for logits_TE, counts_E in zip(logits, counts_LE, strict=True):
         share_E = counts_E.double() / counts_E.sum().clamp(min=1)
@@ -58,6 +73,15 @@ class LoadMeter:
         if len(ids) != num_layers:
             raise ValueError(f"expected the expert ids of {num_layers} layers, got {len(ids)}")
         self._local_LE += torch.stack([expert_counts(ids_TK, num_experts) for ids_TK in ids])
+
+    def add_counts(self, counts: Sequence[Tensor]) -> None:
+        """Add one microbatch: int64 counts (E,) of each layer, as `MoELayer` returns them."""
+        if [tuple(counts_E.shape) for counts_E in counts] != [self._local_LE.shape[1:]] * len(self._local_LE):
+            raise ValueError(
+                f"expected counts of {len(self._local_LE)} layers of shape {tuple(self._local_LE.shape[1:])}, "
+                f"got {[tuple(counts_E.shape) for counts_E in counts]}"
+            )
+        self._local_LE += torch.stack(list(counts))
 
     def global_counts(self) -> Tensor:
         """int64 (L, E) over all ranks, of the microbatches so far. A collective: every rank calls it."""

@@ -2,20 +2,26 @@
 
 # T tokens   D model width   F expert width   K top-k   R routed rows   E experts over the whole group
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_runtime.ep import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_runtime.ep import AllToAllDispatcher, Capacity, Dispatcher, LocalDispatcher
 from moe_runtime.functional import Activation, Layout, check_activation
 from moe_runtime.nn.grouped_mlp import GroupedMLP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedExpertsConfig:
-    """Sizes and layout of one set of routed experts; `num_experts` counts them over all ranks."""
+    """Sizes and layout of one set of routed experts; `num_experts` counts them over all ranks.
+
+    capacity  bounds the rows of each expert; None takes every row
+    gates_on  "output": an expert's output times the routing weight; "input": its input, before the expert (Llama 4)
+    """
 
     num_experts: int
     hidden_size: int
@@ -25,8 +31,12 @@ class RoutedExpertsConfig:
     bias: bool = False
     single_grouped_weight: bool = True
     delay_wgrad_compute: bool = False
+    capacity: Capacity | None = None
+    gates_on: Literal["output", "input"] = "output"
 
     def __post_init__(self) -> None:
+        if self.gates_on not in ("output", "input"):
+            raise ValueError(f"gates_on must be 'output' or 'input', got {self.gates_on!r}")
         for name in ("num_experts", "hidden_size", "intermediate_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -46,7 +56,7 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.config = config
         self.first_expert = 0
-        self.dispatcher: Dispatcher = LocalDispatcher(num_experts=config.num_experts)
+        self.dispatcher: Dispatcher = LocalDispatcher(num_experts=config.num_experts, capacity=config.capacity)
         self.experts = GroupedMLP(
             config.num_experts,
             config.hidden_size,
@@ -60,11 +70,14 @@ class RoutedExperts(nn.Module):
             device=device,
         )
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, *, beside: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         """(T, D) tokens -> (T, D).
 
         ids_TK    int expert ids over all ranks; -1 drops the slot
         gates_TK  routing weights; a gradient flows back to them
+        beside    computes (T, D) that is added to the result, while the exchange is under way in either direction
         """
         if x_TD.dim() != 2 or ids_TK.shape != gates_TK.shape or ids_TK.shape[:1] != x_TD.shape[:1]:
             raise ValueError(
@@ -75,10 +88,15 @@ class RoutedExperts(nn.Module):
         exchanges = isinstance(self.dispatcher, AllToAllDispatcher)
         weights = None if exchanges else self.experts.take_weights()
         pending = self.dispatcher.start(x_TD, ids_TK, gates_TK)
+        added_TD = None if beside is None else beside()
         weights = weights or self.experts.take_weights()
         rows = self.dispatcher.wait(pending)
-        y_RD = self.experts.forward_ends(rows.x_RD, rows.plan.ends_E, rows.gate_R, weights)
-        return self.dispatcher.combine(y_RD, rows.plan)
+        x_RD, gate_R = rows.x_RD, rows.gate_R
+        if self.config.gates_on == "input":
+            x_RD, gate_R = (x_RD * gate_R[:, None]).to(x_RD.dtype), None
+        y_RD = self.experts.forward_ends(x_RD, rows.plan.ends_E, gate_R, weights)
+        out_TD = self.dispatcher.combine(y_RD, rows.plan)
+        return out_TD if added_TD is None else out_TD + added_TD
 
     def shard_experts(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's slice of the experts, in id order over `group`, and exchange tokens from now on."""
@@ -90,7 +108,9 @@ class RoutedExperts(nn.Module):
         count = self.config.num_experts // size
         self.first_expert = rank * count
         self.experts.keep_experts(self.first_expert, self.first_expert + count)
-        self.dispatcher = AllToAllDispatcher(num_experts=self.config.num_experts, group=group)
+        self.dispatcher = AllToAllDispatcher(
+            num_experts=self.config.num_experts, group=group, capacity=self.config.capacity
+        )
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.experts.gate_up.num_gemms - 1

@@ -71,6 +71,16 @@ def test_meter_keeps_layers_apart() -> None:
     assert meter.global_counts().tolist() == [[1, 1, 0], [0, 0, 1]], "a refused call counts nothing"
 
 
+def test_meter_adds_counts() -> None:
+    meter = LoadMeter(2, 3, CPU)
+    for _ in range(2):
+        meter.add_counts([torch.tensor([1, 2, 0]), torch.tensor([0, 0, 3])])
+    assert meter.global_counts().tolist() == [[2, 4, 0], [0, 0, 6]]
+    for counts in ([torch.zeros(3)], [torch.zeros(2), torch.zeros(3)]):
+        with pytest.raises(ValueError, match=r"expected counts of 2 layers of shape \(3,\), got"):
+            meter.add_counts(counts)
+
+
 def test_loss_is_summed_over_layers_each_with_its_own_shares() -> None:
     """2 layers, each sending all tokens to one expert of its own: 2 a layer. Concatenated they would look balanced."""
     logits = [certain([0, 0, 0], 2), certain([1, 1, 1], 2)]
@@ -79,6 +89,31 @@ def test_loss_is_summed_over_layers_each_with_its_own_shares() -> None:
         loss = load_balancing_loss(logits[layer : layer + 1], counts_LE[layer : layer + 1], 3)
         assert loss.item() == pytest.approx(2.0)
     assert load_balancing_loss(logits, counts_LE, 3).item() == pytest.approx(4.0)
+
+
+def test_concatenated_layers_are_one_loss_on_request() -> None:
+    """The same two layers over all their tokens together: f = P = [.5, .5], so 1.0, which looks balanced."""
+    logits, counts_LE = [certain([0, 0, 0], 2), certain([1, 1, 1], 2)], torch.tensor([[3, 0], [0, 3]])
+    loss = load_balancing_loss(logits, counts_LE, 3, layers="concatenated")
+    assert loss.item() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="layers must be 'separate' or 'concatenated', got 'both'"):
+        load_balancing_loss(logits, counts_LE, 3, layers="both")
+
+
+def test_concatenated_loss_and_gradient_against_the_definition() -> None:
+    """E * sum over e and k of (share of tokens whose k-th choice is e) * P_e, over K: the same f, counted by choice."""
+    generator = torch.Generator().manual_seed(3)
+    logits = [torch.randn(5, 4, generator=generator).requires_grad_() for _ in range(3)]
+    counts_LE = torch.stack([expert_counts(logits_TE.topk(2).indices, 4) for logits_TE in logits])
+    load_balancing_loss(logits, counts_LE, 5, layers="concatenated").backward()
+    exact = [logits_TE.detach().double().requires_grad_() for logits_TE in logits]
+    everything = torch.cat(exact)
+    chosen = torch.nn.functional.one_hot(everything.topk(2).indices, 4).double()
+    loss = 4 * (chosen.mean(0) * everything.softmax(-1).mean(0)).sum() / 2
+    loss.backward()
+    for got, expected in zip(logits, exact, strict=True):
+        assert got.grad is not None and expected.grad is not None
+        torch.testing.assert_close(got.grad.double(), expected.grad, rtol=1e-5, atol=1e-8)
 
 
 def test_loss_takes_the_softmax_once() -> None:

@@ -3,24 +3,35 @@
 # T tokens   D model width   E experts   K top-k
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import moe_runtime as mr
-from moe_runtime.nn import step_selection_biases
+from moe_runtime.nn import AuxLoss, BatchScope, LoadMeter, RoutingChoice, step_selection_biases
+from moe_runtime.nn.balance import expert_counts
 from moe_runtime.testing import assert_close_per_expert, strided
 
 # Against float64: the worst measured of values is 3.2e-7, of gradients (computed in fp32, rounded once to the dtype)
 # 1.8e-7 and 1.9e-3.
 TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = {torch.float32: 6e-7, torch.bfloat16: 6e-3}
+DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda z: z.softmax(-1),
+    "sigmoid": lambda z: z.sigmoid(),
+    "sqrt_softplus": lambda z: (1 + z.exp()).log().sqrt(),
+}
+NAN = float("nan")
 
 
 def router(width: int, num_experts: int, top_k: int, *, dtype: torch.dtype | None = None, **options: Any) -> mr.Router:
     torch.manual_seed(0)
+    if "config_dtype" in options:
+        options["dtype"] = options.pop("config_dtype")
     config = mr.RouterConfig(num_experts=num_experts, hidden_size=width, top_k=top_k, **options)
     return mr.Router(config, dtype=dtype)
 
@@ -79,7 +90,7 @@ def test_sigmoid_scores_are_independent() -> None:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])
 def test_against_float64(num_tokens: int, dtype: torch.dtype, score: str, normalized: bool) -> None:
@@ -95,7 +106,7 @@ def test_against_float64(num_tokens: int, dtype: torch.dtype, score: str, normal
 
     x64_TD, weight64_ED = (t.detach().double().requires_grad_() for t in (x_TD, module.weight))
     logits64_TE = x64_TD @ weight64_ED.T
-    scores_TE = logits64_TE.softmax(-1) if score == "softmax" else logits64_TE.sigmoid()
+    scores_TE = DEFINITIONS[score](logits64_TE)
     chosen = scores_TE.topk(3, dim=-1)
     assert torch.equal(ids_TK, chosen.indices)
     weights_TK = chosen.values / chosen.values.sum(-1, keepdim=True) if normalized else chosen.values
@@ -272,6 +283,197 @@ def test_extreme_logits_give_finite_weights_and_gradients(score: str, value: flo
     assert gates_TK.isfinite().all() and x_TD.grad is not None and x_TD.grad.isfinite().all()
 
 
+def test_float64_tells_apart_what_float32_does_not() -> None:
+    """Logits 1 and 1 + 2^-30: the second wins in fp64, a tie goes to the first in fp32."""
+    for dtype, expected in (("float32", 0), ("float64", 1)):
+        module = router(2, 2, 1, dtype=torch.float64, config_dtype=dtype)
+        with torch.no_grad():
+            module.weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 2.0**-30]]))
+        logits_TE, gates_TK, ids_TK = module(torch.ones(1, 2, dtype=torch.float64))
+        assert ids_TK.item() == expected and logits_TE.dtype == getattr(torch, dtype)
+        assert gates_TK.dtype == torch.float32
+
+
+def test_the_linear_bias_is_a_parameter_of_the_logits() -> None:
+    """gpt-oss: logits with a trained bias, top-k, then the softmax of the chosen."""
+    module = identity(4, 2, linear_bias=True, softmax_over="chosen")
+    assert module.bias is not None and module.bias.tolist() == [0.0] * 4
+    with torch.no_grad():
+        module.bias.copy_(torch.tensor([0.0, 0.0, 2.0, 1.0]))
+    logits_TE, gates_TK, ids_TK = module(torch.zeros(1, 4))
+    gates_TK[0, 0].backward()
+    assert logits_TE.tolist() == [[0.0, 0.0, 2.0, 1.0]] and ids_TK.tolist() == [[2, 3]]
+    p = torch.tensor([2.0, 1.0]).softmax(0)
+    torch.testing.assert_close(gates_TK[0], p)
+    assert module.bias.grad is not None
+    torch.testing.assert_close(module.bias.grad, torch.tensor([0.0, 0.0, float(p[0] * p[1]), float(-p[0] * p[1])]))
+    assert set(module.state_dict()) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_topk_prob": True}, {"score": "sigmoid"}, {"num_groups": 2}], ids=str)
+def test_nan_disturbs_no_other_token_and_no_index(options: dict[str, Any]) -> None:
+    module, x_TD = router(8, 4, 2, **options), torch.randn(5, 8)
+    expected = module(x_TD)
+    poisoned_TD = x_TD.clone()
+    poisoned_TD[2] = NAN
+    _, gates_TK, ids_TK = module(poisoned_TD)
+    others = [0, 1, 3, 4]
+    assert torch.equal(gates_TK[others], expected[1][others]) and torch.equal(ids_TK[others], expected[2][others])
+    assert gates_TK[2].isnan().all(), "seen, not hidden"
+    assert len(set(ids_TK[2].tolist())) == 2 and all(0 <= e < 4 for e in ids_TK[2].tolist())
+
+
+@pytest.mark.parametrize("selection", ["topk", "sinkhorn", "round_robin"])
+def test_padding_is_routed_nowhere(selection: str) -> None:
+    module, x_TD = router(8, 4, 2, selection=selection, jitter=0.1), torch.randn(6, 8)
+    padding_T = torch.tensor([False, True, False, False, True, False])
+    poisoned_TD = torch.where(padding_T[:, None], NAN, x_TD).requires_grad_()
+    logits_TE, gates_TK, ids_TK = module(poisoned_TD, padding_T=padding_T, jitter_seed=3)
+    assert torch.equal(ids_TK < 0, padding_T[:, None].expand(6, 2))
+    assert not gates_TK[padding_T].any() and logits_TE.isfinite().all()
+    (gates_TK.square().sum() + logits_TE.sum()).backward()
+    assert poisoned_TD.grad is not None and poisoned_TD.grad.isfinite().all() and not poisoned_TD.grad[padding_T].any()
+    assert module.weight.grad is not None and module.weight.grad.isfinite().all() and module.weight.grad.any()
+    other = module(torch.where(padding_T[:, None], 7.0, x_TD), padding_T=padding_T, jitter_seed=3)
+    assert torch.equal(other[1], gates_TK) and torch.equal(other[2], ids_TK)
+
+
+@pytest.mark.parametrize("padding", [torch.zeros(5, dtype=torch.bool), torch.zeros(6)], ids=["length", "dtype"])
+def test_padding_that_does_not_fit(padding: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"padding must be bool \(6,\), one a token; got torch\.\w+ \([56],\)"):
+        router(8, 4, 2)(torch.zeros(6, 8), padding_T=padding)
+
+
+def test_forced_balance_spreads_and_still_trains() -> None:
+    module = router(8, 4, 2, selection="round_robin")
+    with torch.no_grad():
+        module.weight[0] += 100.0
+    for mode in (True, False):
+        _, gates_TK, ids_TK = module.train(mode)(torch.rand(6, 8))
+        assert expert_counts(ids_TK, 4).tolist() == [3, 3, 3, 3]
+    gates_TK.square().sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_sinkhorn_balances_in_training_only() -> None:
+    module = identity(2, 1, selection="sinkhorn")
+    x_TD = torch.stack([torch.arange(1.0, 9.0), torch.zeros(8)], dim=1)
+    _, gates_TK, ids_TK = module(x_TD)
+    assert ids_TK[:, 0].tolist() == [1] * 4 + [0] * 4
+    torch.testing.assert_close(gates_TK, x_TD.softmax(1).gather(1, ids_TK), msg="weights are of the scores")
+    assert module.eval()(x_TD)[2][:, 0].tolist() == [0] * 8
+
+
+def test_jitter_is_bounded_seeded_and_off_in_evaluation() -> None:
+    module, ones_TD = identity(4, 1, jitter=0.125), torch.ones(500, 4)
+    noise_TE = module(ones_TD, jitter_seed=1)[0].detach()
+    assert 0.875 <= float(noise_TE.min()) < 0.88 and 1.12 < float(noise_TE.max()) <= 1.125
+    assert noise_TE.unique().numel() > 1900, "each element has its own"
+    assert abs(float(noise_TE.mean()) - 1) < 0.01
+    state = torch.get_rng_state()
+    assert torch.equal(module(ones_TD, jitter_seed=1)[0], noise_TE)
+    assert not torch.equal(module(ones_TD, jitter_seed=2)[0], noise_TE)
+    assert torch.equal(torch.get_rng_state(), state), "a seed leaves torch's own generator alone"
+    assert torch.equal(module.eval()(ones_TD)[0], ones_TD)
+
+
+@pytest.mark.parametrize(("seed", "preserved"), [(5, True), (5, False), (None, True)])
+def test_jitter_under_recomputation(seed: int | None, preserved: bool) -> None:
+    """The recomputed forward chooses the same ids, or the number of rows of an expert changes under autograd's feet."""
+    module = router(16, 8, 2, jitter=0.3)
+    x_TD, results, seen = torch.randn(64, 16), [], []
+
+    def block(x_TD: Tensor) -> Tensor:
+        logits_TE, gates_TK, ids_TK = module(x_TD, jitter_seed=seed)
+        seen.append(ids_TK)
+        rows_RD = x_TD[(ids_TK == 3).any(1)]  # as many rows as tokens chose expert 3
+        return (gates_TK.square().sum() + logits_TE.sin().sum()) * rows_RD.square().sum()
+
+    for recompute in (False, True):
+        module.zero_grad()
+        torch.manual_seed(11)
+        x = x_TD.clone().requires_grad_()
+        loss = checkpoint(block, x, use_reentrant=False, preserve_rng_state=preserved) if recompute else block(x)
+        loss.backward()
+        results.append([loss.detach(), x.grad, module.weight.grad])
+    assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_replay_follows_ids_and_makes_weights_anew() -> None:
+    module, x_TD = router(8, 4, 2, norm_topk_prob=True), torch.randn(6, 8)
+    _, gates_TK, ids_TK = module(x_TD)
+    _, again_TK, same_TK = module(x_TD, replay=RoutingChoice(ids_TK))
+    assert torch.equal(again_TK, gates_TK) and torch.equal(same_TK, ids_TK)
+    again_TK.square().sum().backward()
+    assert module.weight.grad is not None and module.weight.grad.any()
+    other_TK = torch.tensor([[3, 2]] * 5 + [[-1, 1]])
+    logits_TE, gates_TK, followed_TK = module(x_TD, replay=RoutingChoice(other_TK))
+    assert torch.equal(followed_TK, other_TK) and gates_TK[5, 0] == 0
+    shares_TK = logits_TE.softmax(1).gather(1, other_TK[:5])
+    torch.testing.assert_close(gates_TK[:5], shares_TK / shares_TK.sum(1, keepdim=True))
+
+
+def test_replay_of_recorded_weights_takes_them_as_they_are() -> None:
+    module, x_TD = router(8, 4, 2), torch.randn(6, 8)
+    _, gates_TK, ids_TK = module(x_TD)
+    with torch.no_grad():
+        module.weight.normal_()
+    _, replayed_TK, _ = module(x_TD, replay=RoutingChoice(ids_TK, gates_TK.detach()))
+    assert torch.equal(replayed_TK, gates_TK) and not replayed_TK.requires_grad
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        RoutingChoice(torch.zeros(5, 2, dtype=torch.int64)),
+        RoutingChoice(torch.zeros(6, 2, dtype=torch.int32)),
+        RoutingChoice(torch.zeros(6, 2, dtype=torch.int64), torch.zeros(6, 1)),
+    ],
+    ids=["tokens", "dtype", "gates"],
+)
+def test_replay_that_does_not_fit(choice: RoutingChoice) -> None:
+    with pytest.raises(ValueError, match=r"routing to replay must have int64 ids and gates of shape \(6, 2\), got"):
+        router(8, 4, 2)(torch.zeros(6, 8), replay=choice)
+
+
+def test_losses_of_a_router_alone() -> None:
+    losses = (AuxLoss(kind="batch", coefficient=0.1), AuxLoss(kind="sequence", coefficient=0.2))
+    module = router(8, 4, 2, aux_losses=losses)
+    logits_TE, _, ids_TK = module(torch.randn(2, 3, 8))
+    whole = module.losses(logits_TE, ids_TK, num_sequences=2)
+    assert whole.batch is not None and whole.sequence is not None and whole.z is None
+    assert whole.total.item() == pytest.approx(0.1 * whole.batch.item() + 0.2 * whole.sequence.item(), rel=1e-6)
+    half = module.losses(logits_TE, ids_TK, num_sequences=2, scope=BatchScope(num_tokens=12, num_sequences=4))
+    assert half.total.item() == pytest.approx(whole.total.item() / 2, rel=1e-6)
+
+
+def test_one_bias_step_of_two_microbatches_under_recomputation() -> None:
+    """8 tokens of 2 choices are 16 counts, recomputed or not; [6, 2] and then [1, 7] are one step of [7, 9]."""
+    module, meter = identity(2, 1, expert_bias=True), LoadMeter(1, 2, torch.device("cpu"))
+    assert module.expert_bias is not None
+    for first in (6, 1):
+        x_TD = torch.tensor([[1.0, 0.0]] * first + [[0.0, 1.0]] * (8 - first)).requires_grad_()
+        _, gates_TK, ids_TK = checkpoint(module, x_TD, use_reentrant=False)
+        meter.add([ids_TK])
+        gates_TK.sum().backward()
+    assert meter.global_counts().tolist() == [[7, 9]]
+    step_selection_biases([module.expert_bias], meter.global_counts(), 0.5)
+    assert module.expert_bias.tolist() == [0.5, -0.5]
+
+
+def test_hundred_repeats_give_the_same_bits() -> None:
+    module = router(16, 8, 3, num_groups=4, topk_groups=2, score="sigmoid", norm_topk_prob=True, expert_bias=True)
+    x_TD, first = torch.randn(33, 16), None
+    for _ in range(100):
+        module.zero_grad()
+        outputs = module(x_TD)
+        (outputs[0].square().sum() + outputs[1].square().sum()).backward()
+        got = [*(t.detach() for t in outputs), module.weight.grad]
+        first = first or got
+        assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(4, 16), (8, 4), (12,), (2, 8, 3)], ids=str)
 def test_tokens_of_a_wrong_width(shape: tuple[int, ...]) -> None:
     """(4, 16) would be 8 tokens of width 8 when only the number of elements counts."""
@@ -286,7 +488,7 @@ def test_top_k_out_of_range(top_k: int) -> None:
 
 
 def test_config_is_a_frozen_value_that_checks_itself() -> None:
-    with pytest.raises(ValueError, match="score must be 'softmax' or 'sigmoid', got 'relu'"):
+    with pytest.raises(ValueError, match="score must be one of 'softmax', 'sigmoid', 'sqrt_softplus'; got 'relu'"):
         mr.RouterConfig(num_experts=4, hidden_size=8, top_k=1, score="relu")
     config = mr.RouterConfig(num_experts=4, hidden_size=8, top_k=1)
     with pytest.raises(AttributeError):

@@ -3,19 +3,21 @@
     slot      s = t * K + k, one of a token's K choices of expert
     route     the stable counting sort of slots by expert, and its inverse
     gather    y[r] = x[slot[r] // K]
+    offset    row * width + column, which passes 2^31 long before memory ends
 
 Sums in token order are in kernels/combine. No autograd here.
 """
 
 # T tokens   K top-k   S slots (= T * K)   R routed rows (= S)   E experts   D model width
 
+import torch
 from torch import Tensor
 
 from moe_runtime.kernels.permute import _native, _reference
 from moe_runtime.kernels.permute._reference import Route
 from moe_runtime.kernels.select import Problem, Table, native, reference, triton, triton_missing
 
-__all__ = ["GATHER_ROWS", "ROUTE", "Route", "gather_rows", "route"]
+__all__ = ["GATHER_ROWS", "ROUTE", "Route", "element_offset", "gather_rows", "route"]
 
 if triton_missing() is None:
     from moe_runtime.kernels.permute import _triton
@@ -47,7 +49,14 @@ def route(ids_TK: Tensor, num_experts: int, *, backend: str | None = None) -> Ro
         raise ValueError(f"expected ids (T, K) and num_experts >= 1, got {tuple(ids_TK.shape)} and {num_experts}")
     if ids_TK.dtype not in _native.ID_DTYPES:
         raise TypeError(f"ids must be int64 or int32, got {ids_TK.dtype}")
+    if ids_TK.numel() >= 2**31:
+        raise ValueError(f"slots are numbered in int32: expected fewer than 2^31 ids, got {ids_TK.numel()}")
     return ROUTE.choose(Problem((ids_TK,)), backend)(ids_TK, num_experts)
+
+
+def element_offset(row: Tensor, column: Tensor | int, *, width: int) -> Tensor:
+    """row * width + column in int64, whatever the integer dtypes: at width 7168 row 299,594 starts past 2^31."""
+    return row.to(torch.int64) * width + column
 
 
 def gather_rows(x_TD: Tensor, slot_R: Tensor, ends_E: Tensor, *, top_k: int, backend: str | None = None) -> Tensor:
