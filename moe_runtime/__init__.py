@@ -17,6 +17,7 @@ _HOME = {
     "GroupedLinear": "moe_runtime.nn",
     "GroupedMLP": "moe_runtime.nn",
     "GroupedTensor": "moe_runtime.tensor",
+    "Quantizer": "moe_runtime.tensor",
     "MoEConfig": "moe_runtime.nn",
     "MoELayer": "moe_runtime.nn",
     "MoEOutput": "moe_runtime.nn",
@@ -31,12 +32,17 @@ _HOME = {
     "SharedExperts": "moe_runtime.nn",
     "SharedExpertsConfig": "moe_runtime.nn",
     "WgradCoordinator": "moe_runtime.runtime",
+    "autocast": "moe_runtime.precision",
     "distribute": "moe_runtime.parallel",
+    "quantized_model_init": "moe_runtime.precision",
+    "recipes": "moe_runtime.precision",
+    "recompute_context_fn": "moe_runtime.precision",
 }
-_SUBPACKAGES = ("checkpoint", "optim", "parallel")
+_SUBPACKAGES = ("checkpoint", "formats", "optim", "parallel")
 
 if TYPE_CHECKING:
     from moe_runtime import checkpoint as checkpoint
+    from moe_runtime import formats as formats
     from moe_runtime import optim as optim
     from moe_runtime import parallel as parallel
     from moe_runtime.nn import AuxLoss as AuxLoss
@@ -58,8 +64,13 @@ if TYPE_CHECKING:
     from moe_runtime.nn import SharedExpertsConfig as SharedExpertsConfig
     from moe_runtime.parallel import ParallelPlan as ParallelPlan
     from moe_runtime.parallel import distribute as distribute
+    from moe_runtime.precision import autocast as autocast
+    from moe_runtime.precision import quantized_model_init as quantized_model_init
+    from moe_runtime.precision import recipes as recipes
+    from moe_runtime.precision import recompute_context_fn as recompute_context_fn
     from moe_runtime.runtime import WgradCoordinator as WgradCoordinator
     from moe_runtime.tensor import GroupedTensor as GroupedTensor
+    from moe_runtime.tensor import Quantizer as Quantizer
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from moe_runtime.functional.activation import Activation, Layout, activate, check_activation
 from moe_runtime.functional.ends import ends_from_splits
-from moe_runtime.functional.grouped_linear import HeldWeight, add_expert_bias, grouped_linear
+from moe_runtime.functional.grouped_linear import HeldWeight, add_expert_bias, grouped_linear, stack_experts
+from moe_runtime.functional.quantized_linear import check_weight
 
 __all__ = [
     "Activation",
@@ -11,6 +12,8 @@ __all__ = [
     "activate",
     "add_expert_bias",
     "check_activation",
+    "check_weight",
     "ends_from_splits",
     "grouped_linear",
+    "stack_experts",
 ]

@@ -7,6 +7,7 @@ wgrad   dw[e] = dy[rows of e].T @ x[rows of e]
 
 # R routed rows   D in features   F out features   E local experts
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +15,39 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_runtime.functional.quantized_linear import quantized_linear
 from moe_runtime.kernels.grouped_gemm import ragged_k_gemm_tn, ragged_m_gemm_nn, ragged_m_gemm_nt
+from moe_runtime.precision import Recipe, recipes
 from moe_runtime.runtime.schedules import WgradSlot
+from moe_runtime.tensor import GroupedTensor, QuantizedTensor
+
+_HIGH_PRECISION = recipes.HighPrecision()
 
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """A stacked weight (E, F, D) as one forward uses it, and where its gradient is handed in (None: in its place)."""
+    """A stacked weight (E, F, D) as one forward uses it: where its gradient is handed in (None: in its place), and the
+    recipe of the products with it."""
 
     value: Tensor
     slot: WgradSlot | None = None
+    recipe: Recipe = _HIGH_PRECISION
 
 
-def grouped_linear(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, slot: WgradSlot | None = None) -> Tensor:
+def grouped_linear(
+    x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, slot: WgradSlot | None = None, recipe: Recipe = _HIGH_PRECISION
+) -> Tensor:
     """y[r] = x[r] @ w[e(r)].T, shape (R, F), for the expert e(r) that owns row r.
 
     x_RD    rows sorted by expert; those from ends[-1] on are not read, come out as 0 and get gradient 0
-    w_EFD   stacked weights, same dtype as x
+    w_EFD   stacked weights, same dtype as x; a QuantizedTensor has that nominal dtype
     ends_E  int32 cumulative rows per expert, on x's device
     slot    takes the weight gradient over, to be computed later; None computes it beside dx
+    recipe  quantizes the operands, see functional/quantized_linear
     An expert without rows gets an exactly zero gradient. With R = 0 the graph stays connected.
     """
+    if recipe.quantizes or isinstance(w_EFD, QuantizedTensor):
+        return quantized_linear(x_RD, w_EFD, ends_E, slot, recipe)
     return _GroupedLinear.apply(x_RD, w_EFD, ends_E, slot)
 
 
@@ -56,6 +69,25 @@ class _GroupedLinear(torch.autograd.Function):
         elif need_dw:
             dw_EFD = ctx.slot.submit(lambda: ragged_k_gemm_tn(dy_RF, x_RD, ends_E), (dy_RF, x_RD), w_EFD)
         return dx_RD, dw_EFD, None, None
+
+
+def stack_experts(members: Sequence[Tensor]) -> Tensor:
+    """(E, F, D) of E separate (F, D) weights, with history; quantized members give a quantized stack."""
+    if all(isinstance(member, QuantizedTensor) for member in members):
+        return _StackQuantized.apply(*members)
+    return torch.stack(list(members))
+
+
+class _StackQuantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *members: Tensor) -> Tensor:
+        stacked = GroupedTensor.pack(list(members))
+        stacked.clear_high_precision_init_val()
+        return stacked
+
+    @staticmethod
+    def backward(ctx: Any, dw_EFD: Tensor) -> tuple[Tensor, ...]:
+        return dw_EFD.unbind(0)
 
 
 def add_expert_bias(y_RF: Tensor, bias_EF: Tensor, ends_E: Tensor, gate_R: Tensor | None = None) -> Tensor:

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_runtime.functional import HeldWeight, add_expert_bias, ends_from_splits, grouped_linear
-from moe_runtime.runtime import WgradCoordinator, late_node
-from moe_runtime.tensor import GroupedTensor
+from moe_runtime.functional import (
+    HeldWeight,
+    add_expert_bias,
+    check_weight,
+    ends_from_splits,
+    grouped_linear,
+    stack_experts,
+)
+from moe_runtime.precision import InitPolicy, Recipe, current_compute, current_init, recipes
+from moe_runtime.runtime import WgradCoordinator, in_backward, late_node
+from moe_runtime.tensor import GroupedTensor, QuantizedTensor, Quantizer
 
 
 class GroupedLinear(nn.Module):
@@ -20,6 +28,7 @@ class GroupedLinear(nn.Module):
 
     Parameters: `weight` (E, F, D) and `bias` (E, F); with `single_grouped_weight=False`, `weight0` ... `weight{E-1}` of
     shape (F, D) and `bias0` ... of shape (F,). Both layouts compute the same bits and load each other's state dict.
+    Built under `quantized_model_init`, weights are stored quantized; called under `autocast`, products are quantized.
     """
 
     weight: Tensor
@@ -47,14 +56,33 @@ class GroupedLinear(nn.Module):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._coordinator: WgradCoordinator | None = None
         self._wgrad_name = ""
+        self._last_recipe: Recipe = recipes.HighPrecision()
+        self.init_policy: InitPolicy | None = current_init()
+        self._quantizer = _quantizer_of(self.init_policy)
         if delay_wgrad_compute:
             WgradCoordinator("deferred", side_stream=False).adopt("", self)
-        weight_EFD = torch.empty(num_gemms, out_features, in_features, dtype=dtype, device=device)
+        weight_EFD = self._empty_weight(dtype, device)
         bias_EF = torch.empty(num_gemms, out_features, dtype=dtype, device=device) if bias else None
         self._register("weight", weight_EFD)
         self._register("bias", bias_EF)
         if weight_EFD.device.type != "meta":
             self.reset_parameters()
+
+    def _empty_weight(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
+        shape = (self.num_gemms, self.out_features, self.in_features)
+        if self._quantizer is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        # By way of meta, so that no high-precision weight is ever held.
+        packed = self._quantized(torch.empty(shape, dtype=dtype, device="meta"))
+        return torch.empty_like(packed, device=device or torch.get_default_device())
+
+    def _quantized(self, weight: Tensor) -> Tensor:
+        """A high-precision weight, stacked or one expert's, as `quantized_model_init` said when this was built."""
+        assert self._quantizer is not None and self.init_policy is not None
+        keep = self.init_policy.preserve_high_precision_init_val
+        if weight.dim() == 2:
+            return QuantizedTensor.quantized(weight, self._quantizer, keep_init=keep)
+        return GroupedTensor.pack(weight, self._quantizer, keep_init=keep)
 
     def _register(self, name: str, stacked: Tensor | None) -> None:
         if self.single_grouped_weight or stacked is None:
@@ -65,7 +93,8 @@ class GroupedLinear(nn.Module):
             self.register_parameter(f"{name}{e}", nn.Parameter(stacked[e].clone()))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Every way to attach a parameter comes through here; a stacked weight becomes a GroupedTensor."""
+        """Every way to attach a parameter comes through here; a stacked weight becomes a GroupedTensor, and any weight
+        of a module that was built to store them so is quantized."""
         if name == "weight" and param is not None and not isinstance(param, DTensor):
             if param.shape != (self.num_gemms, self.out_features, self.in_features):
                 raise ValueError(
@@ -74,6 +103,9 @@ class GroupedLinear(nn.Module):
                 )
             if not isinstance(param, GroupedTensor):
                 param = nn.Parameter(GroupedTensor.pack(param.detach()), requires_grad=param.requires_grad)
+        quantizes = self.__dict__.get("_quantizer") is not None and name.startswith("weight")
+        if quantizes and param is not None and not isinstance(param, DTensor | QuantizedTensor):
+            param = nn.Parameter(self._quantized(param.detach()), requires_grad=param.requires_grad)
         if param is not None and name.startswith("weight") and self.__dict__.get("delay_wgrad_compute", False):
             # Before any reducer looks: its own hook would fire when backward ends, and the gradient comes later.
             param.skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -84,7 +116,11 @@ class GroupedLinear(nn.Module):
         bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.uniform_(-bound, bound)
+                if isinstance(parameter, QuantizedTensor):
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                    parameter.copy_(values.uniform_(-bound, bound))
+                else:
+                    parameter.uniform_(-bound, bound)
 
     def forward(self, x_RD: Tensor, splits: Tensor | Sequence[int]) -> Tensor:
         """(R, in_features) rows sorted by expert -> (R, out_features).
@@ -109,20 +145,34 @@ class GroupedLinear(nn.Module):
         held    the weight as `take_weight` gave it earlier in this forward
         """
         held = held or self.take_weight()
-        y_RF = grouped_linear(x_RD, held.value, ends_E, held.slot)
+        y_RF = grouped_linear(x_RD, held.value, ends_E, held.slot, held.recipe)
         bias_EF = self.stacked_bias()
         return y_RF if bias_EF is None else add_expert_bias(y_RF, bias_EF, ends_E, gate_R)
 
     def take_weight(self) -> HeldWeight:
         """The weight for one forward. A late schedule's node is made here: take it where the gradient may be late."""
+        recipe = self._recipe()
         weight_EFD = self.stacked_weight()
+        check_weight(weight_EFD, recipe, f"{type(self).__name__}({self.extra_repr()})")
         coordinator = self._coordinator
         slot = None
         if coordinator is not None and weight_EFD.requires_grad:
             slot = coordinator.slot(self._wgrad_name, "weight")
         if slot is not None and slot.coordinator.schedule == "late":
             weight_EFD = late_node(weight_EFD, slot)
-        return HeldWeight(weight_EFD, slot)
+        return HeldWeight(weight_EFD, slot, recipe)
+
+    def _recipe(self) -> Recipe:
+        """What `autocast` asks for now; a forward that is recomputed must see what its first run saw."""
+        compute = current_compute()
+        if in_backward() and not compute.recomputing and (self._last_recipe.quantizes or compute.recipe.quantizes):
+            raise RuntimeError(
+                f"a quantized {type(self).__name__}({self.extra_repr()}) runs its forward inside a backward, where the "
+                f"recipe of its first run ({self._last_recipe}) cannot be seen: pass "
+                "context_fn=moe_runtime.recompute_context_fn to torch.utils.checkpoint.checkpoint"
+            )
+        self._last_recipe = compute.recipe
+        return compute.recipe
 
     def own_wgrad(self, coordinator: WgradCoordinator, name: str) -> None:
         """Hand weight gradients to `coordinator` from now on, under this full name."""
@@ -165,16 +215,18 @@ class GroupedLinear(nn.Module):
         return self.bias if self.single_grouped_weight else self._stack("bias")
 
     def _stack(self, name: str) -> Tensor:
-        return torch.stack([getattr(self, f"{name}{e}") for e in range(self.num_gemms)])
+        return stack_experts([getattr(self, f"{name}{e}") for e in range(self.num_gemms)])
 
     def keep_experts(self, start: int, stop: int) -> None:
         """Drop every expert but start <= e < stop. Works on meta and on real storage; parameters are new objects."""
         if not 0 <= start < stop <= self.num_gemms:
             raise ValueError(f"expected 0 <= start < stop <= {self.num_gemms} experts, got {start} and {stop}")
         with torch.no_grad():
-            kept = {
-                name: value for name in ("weight", "bias") if (value := getattr(self, f"stacked_{name}")()) is not None
-            }
+            # Packed by hand where they are separate: what computes with them drops their initial values.
+            separate = [parameter.detach() for parameter in self.wgrad_parameters("weight")]
+            kept = {"weight": self.weight if self.single_grouped_weight else GroupedTensor.pack(separate)}
+            if (bias_EF := self.stacked_bias()) is not None:
+                kept["bias"] = bias_EF
         for name in list(self._parameters):
             del self._parameters[name]
         self.num_gemms = stop - start
@@ -201,7 +253,9 @@ class GroupedLinear(nn.Module):
         for name in ("weight", "bias"):
             members = [f"{prefix}{name}{e}" for e in range(self.num_gemms)]
             if self.single_grouped_weight and all(key in state_dict for key in members):
-                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in members])
+                values = [state_dict.pop(key) for key in members]
+                quantized = all(isinstance(value, QuantizedTensor) for value in values)
+                state_dict[prefix + name] = GroupedTensor.pack(values) if quantized else torch.stack(values)
             elif not self.single_grouped_weight and prefix + name in state_dict:
                 stacked = state_dict.pop(prefix + name)
                 if stacked.shape[0] != self.num_gemms:
@@ -214,4 +268,13 @@ class GroupedLinear(nn.Module):
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, single_grouped_weight={self.single_grouped_weight}"
+            + (f", weight={self._quantizer.format.name}" if self._quantizer is not None else "")
         )
+
+
+def _quantizer_of(policy: InitPolicy | None) -> Quantizer | None:
+    """Of a weight built now: columnwise too, unless that is left out or nothing will ever need it."""
+    if policy is None:
+        return None
+    columnwise = torch.is_grad_enabled() and not policy.omit_columnwise_primary_weight_storage
+    return Quantizer(format=policy.recipe.weight, columnwise=columnwise)

@@ -1,18 +1,26 @@
-"""MasterWeights: step fp32 copies of low-precision parameters with any torch optimizer, then write them back."""
+"""MasterWeights: step fp32 copies of low-precision parameters with any torch optimizer, then write them back.
+
+A quantized parameter is written back in every direction it stores. Its master starts at the high-precision values from
+which it was quantized, where it kept them, so training starts where it would have without quantization.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from moe_runtime.tensor import QuantizedTensor
 
 
 class MasterWeights(Optimizer):
     """`optimizer_class` over fp32 masters of `params`; after each step the parameters hold the masters, rounded.
 
     params  as for any torch optimizer: parameters, or groups with their own options
-    A parameter that is fp32 already is its own master. `state[p]` holds the inner optimizer's state, all fp32, and
+    A parameter that is fp32 already, and not quantized, is its own master. Initial values of quantized parameters are
+    freed once the masters hold them. `state[p]` holds the inner optimizer's state, all fp32, and
     "master" where there is a copy; learning rates and other options live in `param_groups` as usual.
     """
 
@@ -93,6 +101,21 @@ class MasterWeights(Optimizer):
 
 
 def _master_of(parameter: Tensor) -> Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if isinstance(local, QuantizedTensor):
+        value = local.get_high_precision_init_val()
+        master = local.dequantize(torch.float32) if value is None else value.to(local.device, torch.float32, copy=True)
+        local.clear_high_precision_init_val()
+        if isinstance(parameter, DTensor):
+            master = DTensor.from_local(
+                master,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        return master.requires_grad_(parameter.requires_grad)
     if parameter.dtype == torch.float32:
         return parameter
     return parameter.detach().to(torch.float32).requires_grad_(parameter.requires_grad)

@@ -21,6 +21,7 @@ from moe_runtime.comm.layout import ParallelLayout, attach_layout, build_meshes
 from moe_runtime.nn import RoutedExperts
 from moe_runtime.parallel.plan import ParallelPlan
 from moe_runtime.runtime import GradientBuckets, WgradCoordinator
+from moe_runtime.tensor import QuantizedTensor
 
 _MARK = "skip_backward_post_hook"
 
@@ -153,14 +154,21 @@ def _data_parallel(model: nn.Module, layout: ParallelLayout, deferred: WgradCoor
         raise ValueError("data='ddp' needs materialized parameters, got some on meta; use 'fsdp2' or materialize first")
     delayed = {name for name, p in model.named_parameters() if deferred and getattr(p, _MARK, False)}
     ours = layout.expert_parameters | delayed
+    # DDP broadcasts by flattening, which the bytes of a quantized tensor do not survive; then all is done here.
+    stored = any(isinstance(p, QuantizedTensor) for p in model.parameters())
+    if ours:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ours))
+    wrapped = DistributedDataParallel(model, init_sync=not stored)
+    if stored:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name not in ours:
+                dist.broadcast(tensor.detach(), src=0)
     if not ours:
-        return DistributedDataParallel(model)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ours))
-    wrapped = DistributedDataParallel(model)
+        return wrapped
     group = _expert_data_group(layout)
     parameters = [p for name, p in model.named_parameters() if name in ours]
     if group is not None:
-        # DDP broadcasts what it does not ignore; replicas of an expert must start equal as well.
+        # What DDP ignores it does not broadcast; replicas of an expert must start equal as well.
         for parameter in parameters:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
     for late in (False, True):
