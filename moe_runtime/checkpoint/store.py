@@ -94,6 +94,7 @@ def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, 
     saved = {key: value for key, value in entries.items() if key in manifest["shapes"]}
     with _one_process_is_fine():
         dcp.load(saved, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=not dist.is_initialized())
+    tensors.forget_init_values(model)
     _restore_random_state(saved)
     return {**manifest["facts"], "step": manifest["step"]}
 

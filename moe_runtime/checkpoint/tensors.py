@@ -1,8 +1,9 @@
 """The global view of a rank's tensors: what makes a checkpoint independent of how it was sharded.
 
 Every entry is a tensor of its global shape: a plain one where ranks are replicas, a DTensor where they hold parts. An
-expert parameter is one tensor over all experts of all ranks, split over the expert axis first. Entries alias the live
-storage, so that loading fills the model in place.
+expert parameter is one tensor over all experts of all ranks, split over the expert axis first. A quantized one is its
+bytes: "<name>.rowwise.qdata", "<name>.rowwise.scale", ... Entries alias the live storage, so that loading fills the
+model in place.
 """
 
 # E experts over the whole group
@@ -16,7 +17,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from moe_runtime.comm.layout import ParallelLayout, layout_of
+from moe_runtime.tensor import QuantizedTensor
 
+_SUFFIXES = {
+    f"{prefix}_{part}": f".{direction}.{name}"
+    for direction, prefix in (("rowwise", "row"), ("columnwise", "column"))
+    for part, name in (("payload", "qdata"), ("scale", "scale"), ("tensor_scale", "tensor_scale"))
+}
 _MEMBER = re.compile(r"^(?P<stem>.*\.(?:weight|bias))(?P<index>\d+)$")
 
 
@@ -25,8 +32,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     layout = layout_of(model)
     entries: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(model):
-        key, value = global_view(name, parameter, layout)
-        entries[key] = value
+        key, parts = _parts(name, parameter, layout)
+        entries.update((f"{key}{suffix}", value) for suffix, value in parts.items())
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     persistent = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
     entries.update((name, buffer) for name, buffer in buffers.items() if name in persistent)
@@ -76,6 +83,37 @@ def shapes(entries: dict[str, Tensor]) -> dict[str, list[int]]:
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         yield name.removeprefix("module."), parameter
+
+
+def _parts(name: str, parameter: Tensor, layout: ParallelLayout) -> tuple[str, dict[str, Tensor]]:
+    """A parameter's name and, by suffix, its tensors: itself under "", or each tensor of a quantized one."""
+    local = _local(parameter)
+    if not isinstance(local, QuantizedTensor):
+        key, value = global_view(name, parameter, layout)
+        return key, {"": value}
+    key, parts = name, {}
+    for part, tensor in local.records.tensors().items():
+        if isinstance(parameter, DTensor):
+            # Sharded by whole experts, which are the first dimension of each tensor.
+            shape = torch.Size((parameter.shape[0], *tensor.shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
+            mesh, placements = parameter.device_mesh, parameter.placements
+            tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+        key, parts[_SUFFIXES[part]] = global_view(name, tensor, layout)
+    return key, parts
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def forget_init_values(model: nn.Module) -> None:
+    """Free what quantized parameters were once quantized from: it describes nothing that was loaded since."""
+    for _, parameter in _named_parameters(model):
+        local = _local(parameter)
+        if isinstance(local, QuantizedTensor):
+            local.clear_high_precision_init_val()
 
 
 def global_view(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, Tensor]:

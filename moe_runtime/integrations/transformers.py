@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from moe_runtime.core.errors import ConfigError, UnsupportedError
 from moe_runtime.functional import Activation
 from moe_runtime.nn import RoutedExperts, RoutedExpertsConfig, Router, RouterConfig
+from moe_runtime.precision import recompute_context_fn
 
 try:
     import transformers
@@ -124,7 +125,7 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     """Recompute each block's activations in backward instead of keeping them."""
     # transformers renamed it; the older name warns in newer versions.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False, "context_fn": recompute_context_fn})
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -100,6 +100,7 @@ class MasterWeights(Optimizer):
         self.write_back()
 
 
+@torch.no_grad()  # with gradients, a DTensor's local tensor is an alias that others would not see cleared
 def _master_of(parameter: Tensor) -> Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if isinstance(local, QuantizedTensor):

@@ -79,11 +79,32 @@ def _check_experts(experts: dict[str, RoutedExperts], plan: ParallelPlan, world:
             )
         local, degree = module.config.num_experts // plan.expert, shard // plan.expert
         uneven = [p for p in module.parameters() if p.dim() == 3 and local % degree and p.shape[1] % degree]
+        quantized = [p for p in module.parameters() if isinstance(p, QuantizedTensor)]
+        if plan.data == "fsdp2" and any(p.dim() == 2 for p in quantized):
+            raise ValueError(
+                f"{name}: FSDP2 shards quantized weights by whole experts, which separate ones cannot be: expected "
+                "single_grouped_weight=True or data='ddp', got separate quantized weights and data='fsdp2'"
+            )
+        if plan.data == "fsdp2" and local % degree and quantized:
+            raise ValueError(_unsharded_quantized(name, module.config.num_experts, plan, world, shard))
         if plan.data == "fsdp2" and plan.expert > 1 and uneven:
             raise ValueError(
                 f"{name}: the {degree} expert-data ranks divide neither its {local} local experts nor its "
                 f"{uneven[0].shape[1]} weight rows; choose another expert or replicate degree"
             )
+
+
+def _unsharded_quantized(name: str, num_experts: int, plan: ParallelPlan, world: int, shard: int) -> str:
+    legal = [
+        degree
+        for degree in range(plan.expert, shard + 1, plan.expert)
+        if world % degree == 0 and (num_experts // plan.expert) % (degree // plan.expert) == 0
+    ]
+    return (
+        f"{name}: quantized experts are sharded whole, and shard={shard} with expert={plan.expert} does not divide "
+        f"{num_experts} experts evenly; expected a shard degree of at most {max(legal)}: "
+        f"shard={max(legal)}, replicate={world // max(legal)}"
+    )
 
 
 def _wrap(

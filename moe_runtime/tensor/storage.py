@@ -117,6 +117,8 @@ class Records:
         """
         row, column = self.row, self.column
         device = self.any.payload.device
+        if self.init.wanted:
+            x_ERC = x_ERC.to(dtype)  # what is kept is what is quantized
         x_ERC = x_ERC.detach().to(device, x_ERC.dtype if x_ERC.dtype in DTYPES else torch.float32)
         if device.type != "meta":
             quantize_into(x_ERC, row, column)

@@ -165,9 +165,33 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeConfig:
-    """The precision of the expert GEMMs."""
+    """The precision of the experts' products, and of their stored weights: see docs/recipes.md.
 
-    name: Literal["high_precision"] = "high_precision"
+    `quantized_weights` stores the weights themselves in the recipe's format, with fp32 masters in the optimizer;
+    `omit_columnwise_weights` stores one direction of them only, which needs a `backward_override`. The three
+    `disable_*` keys are NVFP4's.
+    """
+
+    name: Literal["high_precision", "float8", "fp8_block", "mxfp8", "nvfp4"] = "high_precision"
+    backward_override: Literal["", "high_precision", "dequantized"] = ""
+    quantized_weights: bool = True
+    omit_columnwise_weights: bool = False
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name == "high_precision" and (self.backward_override or self.omit_columnwise_weights):
+            key = "backward_override" if self.backward_override else "omit_columnwise_weights"
+            raise ConfigError(f"recipe.{key} is read by recipes that quantize, got recipe.name = 'high_precision'")
+        for key in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+            if getattr(self, key) and self.name != "nvfp4":
+                raise ConfigError(f"recipe.{key} is read by recipe.name = 'nvfp4' only, got '{self.name}'")
+        if self.omit_columnwise_weights and not (self.backward_override and self.quantized_weights):
+            raise ConfigError(
+                "recipe.omit_columnwise_weights needs recipe.backward_override and recipe.quantized_weights, got "
+                f"'{self.backward_override}' and {str(self.quantized_weights).lower()}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +284,10 @@ class Config:
             raise ConfigError(
                 f"wgrad.schedule must be 'inline' with experts.backend = 'hf', whose gradients are its own, "
                 f"got '{self.wgrad.schedule}'"
+            )
+        if self.experts.backend == "hf" and self.recipe.name != "high_precision":
+            raise ConfigError(
+                f"recipe.name must be 'high_precision' with experts.backend = 'hf', got '{self.recipe.name}'"
             )
         last_profiled = self.profile.start_step + self.profile.num_steps - 1
         if self.profile.enabled and last_profiled > self.train.steps:

@@ -12,9 +12,19 @@ from moe_runtime.comm.layout import ParallelLayout, layout_of
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.optim import MasterWeights
 from moe_runtime.parallel import ParallelPlan, distribute
+from moe_runtime.precision import Recipe, quantized_model_init, recipes
 from moe_runtime.runtime import WgradCoordinator
-from moe_runtime.train.config import Config, OptimConfig
+from moe_runtime.train.config import Config, OptimConfig, RecipeConfig
 
+_RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        recipes.HighPrecision,
+        recipes.Float8CurrentScaling,
+        recipes.Float8BlockScaling,
+        recipes.MXFP8BlockScaling,
+    )
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,19 +46,27 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
     """Model and optimizer of `config` on `device`, split over the ranks of the default process group.
 
     bfloat16 computes in bf16 with fp32 masters: FSDP2 keeps fp32 shards and gathers bf16; elsewhere parameters are bf16
-    and `MasterWeights` holds their fp32 copies.
+    and `MasterWeights` holds their fp32 copies. Experts that a recipe stores quantized have masters everywhere.
     """
     sharded = config.parallel.data == "fsdp2"
     low_precision = config.train.dtype != "float32"
     compute_dtype = DTYPES[config.train.dtype]
-    model = hf.build(
-        hf_config,
-        experts_backend=config.experts.backend,
-        single_grouped_weight=config.experts.single_grouped_weight,
-        balance_bias=config.router.bias_update_rate > 0,
-        delay_wgrad_compute=config.wgrad.schedule == "deferred",
-        dtype=torch.float32 if sharded else compute_dtype,
-    )
+    recipe = recipe_of(config.recipe)
+    stores_quantized = recipe.quantizes and config.recipe.quantized_weights
+    with quantized_model_init(
+        enabled=stores_quantized,
+        recipe=recipe,
+        preserve_high_precision_init_val=True,
+        omit_columnwise_primary_weight_storage=config.recipe.omit_columnwise_weights,
+    ):
+        model = hf.build(
+            hf_config,
+            experts_backend=config.experts.backend,
+            single_grouped_weight=config.experts.single_grouped_weight,
+            balance_bias=config.router.bias_update_rate > 0,
+            delay_wgrad_compute=config.wgrad.schedule == "deferred",
+            dtype=torch.float32 if sharded else compute_dtype,
+        )
     if config.train.activation_checkpointing:
         hf.enable_activation_checkpointing(model)
     recorder = hf.RoutingRecorder(model)
@@ -71,7 +89,7 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
     hf.initialize(model, seed=config.run.seed, device=device)
     wrapped = wrapped if wrapped is not None else distribute(model, plan, coordinator)
     modules = hf.experts_modules(model)
-    optimizer = _optimizer(config.optim, wrapped, low_precision and not sharded)
+    optimizer = _optimizer(config.optim, wrapped, (low_precision and not sharded) or stores_quantized)
     if coordinator is not None:
         coordinator.guard(optimizer)
     return Trainee(
@@ -84,6 +102,19 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
         num_experts=hf.num_experts(model),
         num_moe_layers=len(modules),
     )
+
+
+def recipe_of(config: RecipeConfig) -> Recipe:
+    """The recipe that a configuration names."""
+    override = config.backward_override or None
+    if config.name == "nvfp4":
+        return recipes.NVFP4BlockScaling(
+            backward_override=override,
+            disable_rht=config.disable_rht,
+            disable_stochastic_rounding=config.disable_stochastic_rounding,
+            disable_2d_quantization=config.disable_2d_quantization,
+        )
+    return _RECIPES[config.name](backward_override=override)
 
 
 def _optimizer(config: OptimConfig, model: nn.Module, needs_masters: bool) -> Optimizer:

@@ -18,9 +18,10 @@ from moe_runtime.integrations.transformers import selection_biases
 from moe_runtime.nn import LoadMeter, load_balancing_loss, step_selection_biases
 from moe_runtime.optim import clip_grad_norm_
 from moe_runtime.parallel import coordinator_of, gradient_sync
+from moe_runtime.precision import autocast
 from moe_runtime.train.config import Config
 from moe_runtime.train.data.tokens import Batch
-from moe_runtime.train.setup import Trainee
+from moe_runtime.train.setup import Trainee, recipe_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Stepper:
     def __init__(self, config: Config, trainee: Trainee) -> None:
         self.config, self.trainee = config, trainee
         self._meter = LoadMeter(trainee.num_moe_layers, trainee.num_experts, trainee.device)
+        self._recipe = recipe_of(config.recipe)
         self._biases = selection_biases(trainee.inner) if config.router.bias_update_rate > 0 else []
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
@@ -77,7 +79,7 @@ class Stepper:
     def _backward(self, batch: Batch, num_tokens: int) -> Tensor:
         """This rank's part of (loss, auxiliary loss), float64 (2,)."""
         trainee, coefficient = self.trainee, self.config.router.aux_loss_coefficient
-        with trainee.recorder.recording() as routed:
+        with trainee.recorder.recording() as routed, autocast(recipe=self._recipe):
             loss = token_loss(trainee.model, batch, trainee.device) / num_tokens
         self._meter.add(routed.ids_TK)
         objective, aux_loss = loss, torch.zeros_like(loss)
@@ -95,7 +97,8 @@ class Stepper:
         trainee.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=trainee.device)
         for batch in batches:
-            totals[0] += token_loss(trainee.model, batch, trainee.device).double()
+            with autocast(recipe=self._recipe):
+                totals[0] += token_loss(trainee.model, batch, trainee.device).double()
             totals[1] += batch.labels_BS.numel()
         if dist.is_initialized():
             dist.all_reduce(totals)

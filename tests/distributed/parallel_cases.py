@@ -16,6 +16,7 @@ from moe_runtime.core.errors import CheckpointError
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.optim import clip_grad_norm_
 from moe_runtime.parallel import gradient_sync
+from moe_runtime.precision import Recipe
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 96,
@@ -33,10 +34,20 @@ FIELDS: dict[str, Any] = {
 TOKENS = 16
 
 
-def build(data: str, expert: int, *, replicate: int = 1, discrete: bool = False, **fields: Any) -> nn.Module:
-    """A small Qwen3-MoE, distributed and initialized from seed 5."""
+def build(
+    data: str,
+    expert: int,
+    *,
+    replicate: int = 1,
+    discrete: bool = False,
+    recipe: Recipe | None = None,
+    dtype: torch.dtype | None = None,
+    **fields: Any,
+) -> nn.Module:
+    """A small Qwen3-MoE, distributed and initialized from seed 5; `recipe` stores its experts."""
     config = hf.load_config(model_type="qwen3_moe", fields={**FIELDS, **fields})
-    model = hf.build(config, single_grouped_weight=not discrete)
+    with mr.quantized_model_init(recipe is not None, recipe, preserve_high_precision_init_val=True):
+        model = hf.build(config, single_grouped_weight=not discrete, dtype=dtype)
     plan = mr.ParallelPlan(data=data, expert=expert, replicate=replicate)  # pyright: ignore[reportArgumentType]
     if data == "fsdp2":
         wrapped = mr.distribute(model, plan)
@@ -116,7 +127,7 @@ def save(folder: str, data: str, expert: int, discrete: bool) -> dict[str, Tenso
     for step in range(2):
         _adam_step(model, optimizer, step)
     checkpoint.save(Path(folder), 2, model, optimizer, {"note": "two steps"})
-    return _state(model, optimizer)
+    return state(model, optimizer)
 
 
 def load(folder: str, data: str, expert: int, discrete: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -129,7 +140,7 @@ def load(folder: str, data: str, expert: int, discrete: bool) -> tuple[dict[str,
     found = checkpoint.latest(Path(folder))
     assert found is not None
     facts = checkpoint.load(found, model, optimizer)
-    return _state(model, optimizer), facts
+    return state(model, optimizer), facts
 
 
 def load_other_model(folder: str, data: str, expert: int) -> str:
@@ -151,7 +162,8 @@ def _adam_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
     optimizer.zero_grad()
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every entry of a checkpoint, whole."""
     entries = {**tensors.model_tensors(model), **tensors.optimizer_tensors(model, optimizer)}
     return {name: whole(value).detach().clone() for name, value in entries.items()}
 
