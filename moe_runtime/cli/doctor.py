@@ -18,8 +18,10 @@ from rich.table import Table
 from moe_runtime.cli import lazy
 from moe_runtime.comm.bootstrap import likely_rank
 from moe_runtime.core.env import environment
+from moe_runtime.formats import Format
 from moe_runtime.kernels.select import native_status
 from moe_runtime.kernels.tables import describe
+from moe_runtime.precision import recipes
 
 OPTIONAL_PACKAGES = (
     "transformers",
@@ -54,6 +56,7 @@ def doctor() -> int:
     for device in _one_of_each_type([device for device, _ in devices]):
         rows = [(op, chosen, "; ".join(refusals) or "first choice") for op, chosen, refusals in describe(device)]
         tables.append(_table(f"kernels on {device.type}", ("op", "backend", "why not a faster one"), rows))
+    tables.append(_table("recipes", ("recipe", "weights", "inputs", "gradients", "products"), _recipes()))
     tables.append(_table("communication", ("backend", "available"), _communication()))
     tables.append(_table("packages", ("package", "version"), [(name, _version(name)) for name in OPTIONAL_PACKAGES]))
     for table in tables:
@@ -121,6 +124,26 @@ def _cpu_name() -> str:
 
 def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _recipes() -> list[tuple[str, ...]]:
+    """Formats of each recipe's operands. No device is asked: every product is computed from dequantized operands."""
+    kinds = (
+        recipes.Float8CurrentScaling,
+        recipes.Float8BlockScaling,
+        recipes.MXFP8BlockScaling,
+        recipes.NVFP4BlockScaling,
+    )
+    emulated = "emulated: operands dequantized to the compute dtype, fp32 accumulation"
+    return [
+        (kind.name, *(_format(fmt) for fmt in (kind().weight, kind().input, kind().gradient)), emulated)
+        for kind in kinds
+    ]
+
+
+def _format(fmt: Format) -> str:
+    element = fmt.encoding.name if fmt.encoding is not None else "as it is"
+    return f"{element}, {'one scale' if fmt.block is None else f'{fmt.block.rows} x {fmt.block.cols}'}"
 
 
 def _communication() -> list[tuple[str, str]]:

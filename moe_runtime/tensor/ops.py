@@ -1,6 +1,6 @@
 """The one table of what torch does to a quantized tensor: every ATen op that has a meaning for stored bytes.
 
-    storage      detach, clone, to, empty_like, ...   the same class over other tensors
+    storage      detach, clone, to, empty_like, ...   the same class over the same tensors or others
     experts      split, slice, select, unbind, dim 0   the same records of fewer experts
     writing      copy_, zero_                          quantizes, or copies bytes
     values       anything else that neither views nor writes: computed from the dequantized values, a plain tensor
@@ -27,18 +27,13 @@ __all__ = ["dispatch"]
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-_TABLE: dict[Any, Callable[..., Any]] = {}
-
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What `QuantizedTensor.__torch_dispatch__` does."""
     handler = _TABLE.get(func)
     if handler is not None:
         return handler(func, *args, **kwargs)
-    schema = func._schema
-    writes = [bool(spec.alias_info and spec.alias_info.is_write) for spec in schema.arguments]
-    written = [argument for argument, write in zip(args, writes, strict=False) if write]
-    if any(_holds_quantized(a) for a in written):
+    if any(_holds_quantized(argument) for argument in _written(func._schema, args, kwargs)):
         raise NotImplementedError(
             f"{_name(func)} would change a quantized tensor in place, and rounding would undo it; step fp32 masters "
             "(mr.optim.MasterWeights), or write new values with copy_"
@@ -55,6 +50,12 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         )
     args, kwargs = tree_map(_values, (tuple(args), kwargs))
     return func(*args, **kwargs)
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the op changes in place: positional, or named as in `out=`."""
+    given = {spec.name: argument for spec, argument in zip(schema.arguments, args, strict=False)} | kwargs
+    return [given.get(spec.name) for spec in schema.arguments if spec.alias_info and spec.alias_info.is_write]
 
 
 def _name(func: Any) -> str:
@@ -75,28 +76,21 @@ def _values(x: Any) -> Any:
     return x.dequantize() if _is_quantized(x) else x
 
 
-def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        _TABLE.update(dict.fromkeys(ops, handler))
-        return handler
-
-    return register
+def _is_whole(x: Any, start: Any, end: Any, step: int) -> bool:
+    return start in (None, 0) and (end is None or end >= x.shape[0]) and step == 1
 
 
 # ---- storage: the same class over other tensors ----
 
 
-@_implements(aten.detach.default, aten.alias.default, c10d._wrap_tensor_autograd.default)
 def _alias(func: Any, x: Any) -> Any:
-    return x.like(x.records.map(lambda t: t.detach()))
+    return x.alias()
 
 
-@_implements(aten.clone.default)
 def _clone(func: Any, x: Any, *, memory_format: torch.memory_format | None = None) -> Any:
     return x.like(x.records.map(lambda t: t.clone(memory_format=torch.contiguous_format)))
 
 
-@_implements(aten._to_copy.default)
 def _to_copy(func: Any, x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
     """Another device moves the bytes; another dtype is what they dequantize to from then on."""
     if dtype is not None and not dtype.is_floating_point:
@@ -105,26 +99,17 @@ def _to_copy(func: Any, x: Any, *, dtype: torch.dtype | None = None, device: Any
     return x.like(x.records.map(lambda t: t.to(device, non_blocking=non_blocking, copy=True)), dtype=dtype)
 
 
-@_implements(aten.empty_like.default)
 def _empty_like(func: Any, x: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
     """Uninitialized bytes: how a meta parameter becomes real."""
     return x.like(x.records.map(lambda t: torch.empty_like(t, device=device), init=False), dtype=dtype)
 
 
-@_implements(
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-)
 def _filled_like(func: Any, x: Any, *args: Any, **options: Any) -> Tensor:
     """A plain tensor: gradients and optimizer state are in high precision."""
     options.pop("memory_format", None)
     return func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **options)
 
 
-@_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func: Any, x: Any, size: Sequence[int], **options: Any) -> Any:
     """The same class where only the number of experts differs, as FSDP2 asks for; else a plain tensor."""
     if x.dim() == 3 and len(size) == 3 and tuple(size[1:]) == tuple(x.shape[1:]) and options.get("dtype") is None:
@@ -133,26 +118,23 @@ def _new(func: Any, x: Any, size: Sequence[int], **options: Any) -> Any:
     return func(torch.empty(0, dtype=x.dtype, device=x.device), size, **options)
 
 
-@_implements(aten._pin_memory.default)
 def _pin_memory(func: Any, x: Any, device: Any = None) -> Any:
     return x.like(x.records.map(lambda t: t.pin_memory()))
 
 
-@_implements(aten.is_pinned.default)
 def _is_pinned(func: Any, x: Any, device: Any = None) -> bool:
     return all(t.is_pinned() for t in x.records.tensors().values())
 
 
-@_implements(aten.view.default, aten._unsafe_view.default, aten.as_strided.default, aten.expand.default)
 def _same_geometry(func: Any, x: Any, size: Sequence[int], *rest: Any, **options: Any) -> Any:
     """A view of the tensor's own geometry, and the flat one by which FSDP2 remembers a shard."""
     size = tuple(size)
-    if func is aten.expand.default:
-        size = tuple(have if want == -1 else want for want, have in zip(size, x.shape, strict=False))
+    if func is aten.expand.default and len(size) == x.dim():
+        size = tuple(have if want == -1 else want for want, have in zip(size, x.shape, strict=True))
     if size == tuple(x.shape) and (func is not aten.as_strided.default or tuple(rest[0]) == x.stride()):
         return _alias(func, x)
     if size in ((-1,), (x.numel(),)) and func is aten.view.default:
-        return x.like(x.records.map(lambda t: t.detach(), init=False), shape=(x.numel(),))
+        return x.part(x.records.map(lambda t: t.detach(), init=False), shape=(x.numel(),))
     raise NotImplementedError(
         f"{_name(func)} of a quantized tensor keeps its shape {tuple(x.shape)}, got {size}; "
         "dequantize() gives the values"
@@ -170,7 +152,6 @@ def _of_experts(func: Any, x: Any, dim: int) -> None:
         )
 
 
-@_implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 def _split(func: Any, x: Any, *args: Any) -> Any:
     num_sizes = 0 if func is aten.unbind.int else 1
     _of_experts(func, x, args[num_sizes] if len(args) > num_sizes else 0)
@@ -179,31 +160,28 @@ def _split(func: Any, x: Any, *args: Any) -> Any:
     init, count = x.records.init, len(next(iter(parts.values())))
     values = [None] * count if init.value is None else func(init.value, *sizes)
     return tuple(
-        x.like(
+        x.part(
             x.records.with_tensors({name: pieces[i] for name, pieces in parts.items()}, replace(init, value=values[i]))
         )
         for i in range(count)
     )
 
 
-@_implements(aten.slice.Tensor)
 def _slice(func: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    if x.dim() == 1 or (x.dim() != 3 and dim == 0 and start in (None, 0) and (end is None or end >= x.shape[0])):
+    if dim in (0, -x.dim()) and _is_whole(x, start, end, step):
         return _alias(func, x)
     _of_experts(func, x, dim)
-    return x.like(x.records.map(lambda t: func(t, 0, start, end, step)))
+    return x.part(x.records.map(lambda t: func(t, 0, start, end, step)))
 
 
-@_implements(aten.select.int)
 def _select(func: Any, x: Any, dim: int, index: int) -> Any:
     _of_experts(func, x, dim)
-    return x.like(x.records.map(lambda t: func(t, 0, index)))
+    return x.part(x.records.map(lambda t: func(t, 0, index)))
 
 
 # ---- writing ----
 
 
-@_implements(aten.copy_.default)
 def _copy_(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
     if not _is_quantized(to):
         return func(to, source.dequantize(to.dtype if to.dtype.is_floating_point else None), non_blocking)
@@ -211,7 +189,6 @@ def _copy_(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
     return to
 
 
-@_implements(aten.zero_.default)
 def _zero_(func: Any, x: Any) -> Any:
     x.write(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
     return x
@@ -220,12 +197,10 @@ def _zero_(func: Any, x: Any) -> Any:
 # ---- collectives: on every tensor of the records ----
 
 
-@_implements(c10d.all_gather_into_tensor.default)
 def _all_gather(func: Any, x: Any, group_size: int, group_name: str) -> Any:
     return x.like(x.records.map(lambda t: func(t.contiguous(), group_size, group_name), init=False))
 
 
-@_implements(torch.ops.c10d.broadcast_.default)
 def _broadcast_(func: Any, tensors: Any, *args: Any) -> Any:
     *first, last = [t for x in tensors for t in (x.records.tensors().values() if _is_quantized(x) else (x,))]
     for tensor in first:
@@ -233,6 +208,56 @@ def _broadcast_(func: Any, tensors: Any, *args: Any) -> Any:
     return tensors, func([last], *args)[1]
 
 
-@_implements(c10d.wait_tensor.default)
+def _scatter_(func: Any, outputs: Any, inputs: Any, *args: Any) -> Any:
+    """Of `distribute_tensor`: each tensor of the records by itself, in the order that all ranks have in common."""
+    (to,), lists = outputs, inputs or [[]]
+    if any(_is_quantized(given) != _is_quantized(to) for given in lists[0]):
+        raise NotImplementedError(
+            f"scatter of a quantized tensor takes whole experts: expected as many on each rank, got {tuple(to.shape)} "
+            "and a shard that was padded"
+        )
+    works = []
+    for name, tensor in to.records.tensors().items():
+        pieces = [given.records.tensors()[name].contiguous() for given in lists[0]]
+        works.append(func([tensor], [pieces] if pieces else [], *args)[1])
+    for work in works[:-1]:
+        work.wait()
+    return outputs, works[-1]
+
+
 def _wait(func: Any, x: Any) -> Any:
     return x.like(x.records.map(lambda t: func(t), init=False))
+
+
+_TABLE: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    c10d._wrap_tensor_autograd.default: _alias,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.zeros_like.default: _filled_like,
+    aten.ones_like.default: _filled_like,
+    aten.full_like.default: _filled_like,
+    aten.rand_like.default: _filled_like,
+    aten.randn_like.default: _filled_like,
+    aten.new_zeros.default: _new,
+    aten.new_empty.default: _new,
+    aten._pin_memory.default: _pin_memory,
+    aten.is_pinned.default: _is_pinned,
+    aten.view.default: _same_geometry,
+    aten._unsafe_view.default: _same_geometry,
+    aten.as_strided.default: _same_geometry,
+    aten.expand.default: _same_geometry,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _split,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.copy_.default: _copy_,
+    aten.zero_.default: _zero_,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    torch.ops.c10d.broadcast_.default: _broadcast_,
+    torch.ops.c10d.scatter_.default: _scatter_,
+    c10d.wait_tensor.default: _wait,
+}

@@ -8,6 +8,8 @@ gives. Storage only: a layer reads its records and multiplies by them, it never 
 
 import copy
 import dataclasses
+import hashlib
+import weakref
 from typing import Any, Self
 
 import torch
@@ -25,10 +27,23 @@ __all__ = ["QuantizedTensor", "rebuild_quantized"]
 _FORMATS = (formats.Float8, formats.FP8Block, formats.MXFP8, formats.MXFP4, formats.NVFP4)
 
 
+class _Held:
+    """What a tensor and its aliases share: a direction that one of them adds or drops is there, or gone, for all.
+
+    whole  what the tensor is a part of, as long as anybody can read that
+    """
+
+    __slots__ = ("__weakref__", "records", "whole")
+
+    def __init__(self, records: Records, whole: "_Held | None" = None) -> None:
+        self.records = records
+        self.whole = None if whole is None else weakref.ref(whole)
+
+
 class QuantizedTensor(Tensor):
     """(rows, cols) quantized; `GroupedTensor` is the same of (E, rows, cols). Made by `quantized`."""
 
-    records: Records
+    _held: _Held
     skip_backward_post_hook: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -45,7 +60,7 @@ class QuantizedTensor(Tensor):
             device=records.any.payload.device,
             requires_grad=requires_grad,
         )
-        self.records = records
+        self._held = _Held(records)
         return self
 
     @classmethod
@@ -70,6 +85,15 @@ class QuantizedTensor(Tensor):
         return dispatch(func, args, kwargs or {})
 
     # ---- facts ----
+
+    @property
+    def records(self) -> Records:
+        """The stored bytes."""
+        return self.__dict__["_held"].records
+
+    @records.setter
+    def records(self, records: Records) -> None:
+        self._held.records = records
 
     @property
     def quantizer(self) -> Quantizer:
@@ -97,7 +121,7 @@ class QuantizedTensor(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of the nominal dtype, or of `dtype`."""
-        return self.records.dequantize(self.dtype if dtype is None else dtype)
+        return self.records.dequantize(self.dtype if dtype is None else dtype).view(self.shape)
 
     # ---- directions and values ----
 
@@ -114,6 +138,7 @@ class QuantizedTensor(Tensor):
         source  high-precision values, which are quantized; or a quantized tensor, whose bytes are copied where the
                 format is the same, else whose values are quantized
         """
+        self._check_whole()
         if tuple(source.shape) != tuple(self.shape):
             source = source.expand(self.shape)
         if isinstance(source, QuantizedTensor) and source.quantizer.format == self.quantizer.format:
@@ -121,6 +146,18 @@ class QuantizedTensor(Tensor):
             return
         values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
         self.records = self.records.written(values, self.dtype)
+
+    def _check_whole(self) -> None:
+        """RuntimeError where a write would leave a direction of what this is a part of as it was."""
+        whole = self._held.whole and self._held.whole()
+        while whole is not None:
+            stale = [d for d in DIRECTIONS if whole.records.record(d) is not None and self.record(d) is None]
+            if stale:
+                raise RuntimeError(
+                    f"this part of a quantized tensor does not hold the {' and '.join(stale)} bytes that the whole "
+                    "holds, which a write would leave stale: take the part again after set_usage, or write the whole"
+                )
+            whole = whole.whole and whole.whole()
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values from which this was first quantized, of the nominal dtype; None where they are not kept."""
@@ -140,9 +177,21 @@ class QuantizedTensor(Tensor):
         cls = type(self) if len(records.any.shape) == len(self.records.any.shape) else QuantizedTensor
         return cls.wrap(records, self.dtype if dtype is None else dtype, shape=shape)
 
+    def alias(self) -> "QuantizedTensor":
+        """A tensor without history over the same storage, whatever becomes of it."""
+        new = type(self).wrap(self.records, self.dtype, shape=tuple(self.shape))
+        new._held = self._held
+        return new
+
+    def part(self, records: Records, *, shape: tuple[int, ...] | None = None) -> "QuantizedTensor":
+        """A tensor without history over a part of the same storage."""
+        new = self.like(records, shape=shape)
+        new._held.whole = weakref.ref(self._held)
+        return new
+
     def _with_attributes(self, new: "QuantizedTensor") -> "QuantizedTensor":
         for name, held in self.__dict__.items():
-            if name not in ("records", "_is_param"):
+            if name not in ("_held", "_is_param"):
                 setattr(new, name, held)
         return new
 
@@ -179,12 +228,27 @@ class QuantizedTensor(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # row_payload and the like, for `__tensor_flatten__`.
-        records = self.__dict__.get("records")
-        if records is not None and name.startswith(("row_", "column_")):
-            tensors = records.tensors()
+        held = self.__dict__.get("_held")
+        if held is not None and name.startswith(("row_", "column_")):
+            tensors = held.records.tensors()
             if name in tensors:
                 return tensors[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _stable_hash_for_caching(self) -> str:
+        """For torch.compile's cache on disk: what a graph is specialized on, the same in every process."""
+        names, meta = self.__tensor_flatten__()
+        described = (type(self).__qualname__, tuple(self.shape), str(self.device), self.requires_grad, names, meta)
+        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+    def share_memory_(self) -> Self:
+        """Move the bytes to shared memory, for other processes."""
+        for tensor in self.records.tensors().values():
+            tensor.share_memory_()
+        return self
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("a quantized tensor has no buffer of values to share; dequantize() gives the values")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return rebuild_quantized, (type(self), _state_of(self), self.requires_grad, _plain_attributes(self))
@@ -226,7 +290,7 @@ def _on_meta(x_ERC: Tensor, quantizer: Quantizer, init: InitValues) -> Records:
 
 
 def _plain_attributes(x: Tensor) -> dict[str, Any]:
-    return {name: held for name, held in x.__dict__.items() if name != "records"}
+    return {name: held for name, held in x.__dict__.items() if name != "_held"}
 
 
 def _state_of(x: QuantizedTensor) -> dict[str, Any]:

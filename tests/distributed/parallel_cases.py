@@ -42,13 +42,20 @@ def build(
     discrete: bool = False,
     recipe: Recipe | None = None,
     dtype: torch.dtype | None = None,
+    bf16: bool = False,
     **fields: Any,
 ) -> nn.Module:
-    """A small Qwen3-MoE, distributed and initialized from seed 5; `recipe` stores its experts."""
+    """A small Qwen3-MoE, distributed and initialized from seed 5; `recipe` stores its experts, `bf16` computes so."""
     config = hf.load_config(model_type="qwen3_moe", fields={**FIELDS, **fields})
     with mr.quantized_model_init(recipe is not None, recipe, preserve_high_precision_init_val=True):
         model = hf.build(config, single_grouped_weight=not discrete, dtype=dtype)
-    plan = mr.ParallelPlan(data=data, expert=expert, replicate=replicate)  # pyright: ignore[reportArgumentType]
+    plan = mr.ParallelPlan(
+        data=data,  # pyright: ignore[reportArgumentType]
+        expert=expert,
+        replicate=replicate,
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=torch.float32 if bf16 else None,
+    )
     if data == "fsdp2":
         wrapped = mr.distribute(model, plan)
         hf.initialize(model, seed=5, device=torch.device("cpu"))

@@ -50,6 +50,24 @@ def train(recipe: str, data: str, expert: int, replicate: int, discrete: bool) -
     return losses, norms
 
 
+def one_expert_a_rank(world_plan: bool) -> list[float]:
+    """Losses of 3 steps in bf16 on fp32 masters where each rank's share of experts is one, over 2 sharding ranks."""
+    data, expert = ("fsdp2", 2) if world_plan else ("none", 1)
+    dtype = torch.float32 if world_plan else torch.bfloat16
+    model = build(data, expert, dtype=dtype, num_experts=2, bf16=world_plan, **FIELDS)
+    options = {"lr": 0.5, "foreach": False}
+    if world_plan:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), **options)
+    else:
+        optimizer = mr.optim.MasterWeights(torch.optim.SGD, model.parameters(), **options)
+    losses = []
+    for step in range(3):
+        losses.append(backward(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def save(folder: str, recipe: str, data: str, expert: int, discrete: bool) -> dict[str, Tensor]:
     """Two steps, a checkpoint; the state, whole: bytes, scales, masters, moments."""
     model = quantized_model(recipe, data, expert, discrete=discrete)

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized_cases import RECIPES, first_masters, gathered, load, refused_separate, refused_shard, save, train
+from quantized_cases import (
+    RECIPES,
+    first_masters,
+    gathered,
+    load,
+    one_expert_a_rank,
+    refused_separate,
+    refused_shard,
+    save,
+    train,
+)
 
 from moe_runtime.testing.ranks import RankPool
 
@@ -75,6 +85,13 @@ def test_masters_start_at_the_values_before_quantization(plan: tuple, ranks: Ran
     for name, master in _union(_run(ranks, world, first_masters, "mxfp8", *layout)).items():
         if name.endswith(".master"):
             assert torch.equal(master, exact[name.removesuffix(".master")]), name
+
+
+def test_one_expert_a_rank_is_sharded_inside_and_trains_in_bf16(ranks: Ranks) -> None:
+    expected = torch.tensor(one_expert_a_rank(False))
+    for losses in ranks(4).run(one_expert_a_rank, True):
+        # bf16 products of other batch sizes round apart.
+        torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-3, atol=0)
 
 
 def test_experts_that_a_shard_would_split_are_refused_with_a_plan_that_fits(ranks: Ranks) -> None:
