@@ -94,7 +94,15 @@ def test_every_section_survives_the_round_trip(data: st.DataObject):
         ("router.bias_update_rate=nan", "router.bias_update_rate must be finite and at least 0.0, got nan"),
         ("parallel.data=fsdp", "parallel.data must be one of 'fsdp2', 'ddp', 'none', got 'fsdp'"),
         ("parallel.expert=0", "parallel.expert must be finite and at least 1, got 0"),
-        ("recipe.name=mxfp8", "recipe.name must be 'high_precision', got 'mxfp8'"),
+        (
+            "recipe.name=mx",
+            "recipe.name must be one of 'high_precision', 'float8', 'fp8_block', 'mxfp8', 'nvfp4', got 'mx'",
+        ),
+        (
+            "recipe.backward_override=dequantized",
+            "recipe.backward_override is read by recipes that quantize, got recipe.name = 'high_precision'",
+        ),
+        ("recipe.disable_rht=true", "recipe.disable_rht is read by recipe.name = 'nvfp4' only, got 'high_precision'"),
         ("wgrad.schedule=later", "wgrad.schedule must be one of 'inline', 'late', 'deferred', got 'later'"),
         ("wgrad.budget_mb=-1", "wgrad.budget_mb must be finite and at least 0, got -1"),
         ("wgrad.budget_mb=5", "wgrad.budget_mb is read by wgrad.schedule = 'deferred' only, got 5 with 'inline'"),
