@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from parallel_cases import backward, build, state
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import moe_runtime as mr
@@ -36,9 +38,11 @@ def masters(model: nn.Module) -> mr.optim.MasterWeights:
     return mr.optim.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.01, foreach=False)
 
 
-def train(recipe: str, data: str, expert: int, replicate: int, discrete: bool) -> tuple[list[float], list[float]]:
+def train(
+    recipe: str, data: str, expert: int, replicate: int, discrete: bool, bf16: bool = False
+) -> tuple[list[float], list[float]]:
     """Losses and norms of 3 SGD steps on masters."""
-    model = quantized_model(recipe, data, expert, replicate=replicate, discrete=discrete)
+    model = quantized_model(recipe, data, expert, replicate=replicate, discrete=discrete, bf16=bf16)
     optimizer = mr.optim.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5, foreach=False)
     losses, norms = [], []
     for step in range(3):
@@ -166,6 +170,23 @@ class _Routed(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         ids_TK = torch.arange(x_TD.shape[0])[:, None] % 4
         return self.experts(x_TD, ids_TK, torch.ones(x_TD.shape[0], 1))
+
+
+def offloaded(recipe: str) -> bool:
+    """Whether a quantized layer whose shards FSDP2 keeps on the CPU has the gradients of one that it does not."""
+    gradients = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        torch.manual_seed(0)
+        with mr.quantized_model_init(recipe=RECIPES[recipe]):
+            layer = mr.GroupedLinear(4, 64, 64)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), offload_policy=policy)
+        x_RD = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+        with mr.autocast(recipe=RECIPES[recipe]):
+            layer(x_RD, [8, 0, 20, 4]).square().sum().backward()
+        gradient = layer.weight.grad
+        assert isinstance(gradient, DTensor)
+        gradients.append(gradient.to_local())
+    return torch.equal(*gradients)
 
 
 def _layer(num_experts: int, recipe: Recipe | None) -> nn.Module:

@@ -10,6 +10,7 @@ from quantized_cases import (
     first_masters,
     gathered,
     load,
+    offloaded,
     one_expert_a_rank,
     refused_separate,
     refused_shard,
@@ -52,6 +53,18 @@ def test_trains_as_in_one_process(recipe: str, loss_bound: float, norm_bound: fl
         assert all(result == results[0] for result in results)
         torch.testing.assert_close(torch.tensor(results[0][0]), torch.tensor(losses), rtol=loss_bound, atol=0)
         torch.testing.assert_close(torch.tensor(results[0][1]), torch.tensor(norms), rtol=norm_bound, atol=0)
+
+
+def test_mixed_precision_gathers_bytes_and_computes_in_bf16(ranks: Ranks) -> None:
+    exact, _ = train("mxfp8 dequantized", "none", 1, 1, False)
+    for expert in (1, 2):
+        results = ranks(2).run(train, "mxfp8 dequantized", "fsdp2", expert, 1, False, True)
+        torch.testing.assert_close(torch.tensor(results[0][0]), torch.tensor(exact), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_shards_kept_on_the_cpu_give_the_same_gradients(recipe: str, ranks: Ranks) -> None:
+    assert ranks(2).run(offloaded, recipe) == [True, True]
 
 
 LAYOUTS = [(2, "fsdp2", 1), (1, "none", 1), (2, "fsdp2", 2), (4, "fsdp2", 2), (2, "ddp", 2)]
