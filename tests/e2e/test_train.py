@@ -273,3 +273,39 @@ def test_wgrad_schedules_train_to_the_same_bits(
         done = train(tmp_path / name, *overrides, f"wgrad.schedule={name}", ranks=2)
         assert done.returncode == 0, done.stderr
     assert rows(tmp_path / schedule) == rows(tmp_path / "inline")
+
+
+STORED = {
+    "mxfp8": ("recipe.name=mxfp8",),
+    "mxfp8 row-wise": (
+        "recipe.name=mxfp8",
+        "recipe.backward_override=dequantized",
+        "recipe.omit_columnwise_weights=true",
+    ),
+    "nvfp4": ("recipe.name=nvfp4",),
+    "float8 products": ("recipe.name=float8", "recipe.quantized_weights=false"),
+}
+
+
+@pytest.mark.parametrize("recipe", STORED)
+def test_recipes_learn_as_high_precision_does(recipe: str, tiny_config: Path, tmp_path: Path) -> None:
+    exact = _in_process(tiny_config, tmp_path / "exact")
+    found = _in_process(tiny_config, tmp_path / "quantized", *STORED[recipe])
+    assert _largest_gap(found, exact, "loss") < 0.05
+    assert found[-1]["loss"] < found[0]["loss"] - 1.0
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_resumed_quantized_run_equals_the_undisturbed(recipe: str, tiny_config: Path, tmp_path: Path) -> None:
+    overrides = (*STORED[recipe], "train.steps=8", "optim.warmup_steps=1", "train.checkpoint_every=4")
+    whole = _in_process(tiny_config, tmp_path / "whole", *overrides)
+    source = f"run.resume={tmp_path / 'whole' / 'checkpoints' / 'step-000004'}"
+    resumed = _in_process(tiny_config, tmp_path / "resumed", *overrides, source)
+    assert resumed == whole[4:]
+
+
+def test_quantized_experts_train_alike_with_activation_checkpointing(tiny_config: Path, tmp_path: Path) -> None:
+    overrides = (*STORED["nvfp4"], "train.steps=4", "optim.warmup_steps=1")
+    plain = _in_process(tiny_config, tmp_path / "plain", *overrides)
+    recomputed = _in_process(tiny_config, tmp_path / "again", *overrides, "train.activation_checkpointing=true")
+    assert recomputed == plain
