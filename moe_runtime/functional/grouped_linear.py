@@ -9,6 +9,7 @@ wgrad   dw[e] = dy[rows of e].T @ x[rows of e]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class _GroupedLinear(torch.autograd.Function):
         if need_dw and ctx.slot is None:
             dw_EFD = ragged_k_gemm_tn(dy_RF, x_RD, ends_E)
         elif need_dw:
-            dw_EFD = ctx.slot.submit(lambda: ragged_k_gemm_tn(dy_RF, x_RD, ends_E), (dy_RF, x_RD), w_EFD)
+            product = partial(ragged_k_gemm_tn, dy_RF, x_RD, ends_E)
+            dw_EFD = ctx.slot.submit(product, (dy_RF, x_RD), w_EFD)
         return dx_RD, dw_EFD, None, None
 
 
@@ -81,13 +83,16 @@ def stack_experts(members: Sequence[Tensor]) -> Tensor:
 class _StackQuantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *members: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(members)
         stacked = GroupedTensor.pack(list(members))
         stacked.clear_high_precision_init_val()
         return stacked
 
     @staticmethod
-    def backward(ctx: Any, dw_EFD: Tensor) -> tuple[Tensor, ...]:
-        return dw_EFD.unbind(0)
+    def backward(ctx: Any, dw_EFD: Tensor | None) -> tuple[Tensor | None, ...]:
+        # None: the gradients are elsewhere, in `main_grad`, or come after this backward.
+        return (None,) * ctx.count if dw_EFD is None else dw_EFD.unbind(0)
 
 
 def add_expert_bias(y_RF: Tensor, bias_EF: Tensor, ends_E: Tensor, gate_R: Tensor | None = None) -> Tensor:

@@ -137,9 +137,9 @@ class _QuantizedLinear(torch.autograd.Function):
                 dy_kept = _columnwise(layout.gather(dy_RF), recipe.gradient, ctx.seed)
             ends_E = ends_E if layout is None else layout.ends_E
 
-            def wgrad() -> Tensor:
+            def wgrad(*, into_EFD: Tensor | None = None, accumulate: bool = False) -> Tensor:
                 dy_PF, x_PD = (_values(kept, "columnwise", dtype) for kept in (dy_kept, x_kept))
-                return ragged_k_gemm_tn(dy_PF, x_PD, ends_E)
+                return ragged_k_gemm_tn(dy_PF, x_PD, ends_E, into_EFD=into_EFD, accumulate=accumulate)
 
             operands = (*_tensors(dy_kept), *_tensors(x_kept))
             dw_EFD = wgrad() if ctx.slot is None else ctx.slot.submit(wgrad, operands, w_EFD)

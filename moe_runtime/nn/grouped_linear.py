@@ -19,7 +19,15 @@ from moe_runtime.functional import (
     stack_experts,
 )
 from moe_runtime.precision import InitPolicy, Recipe, current_compute, current_init, recipes
-from moe_runtime.runtime import WgradCoordinator, in_backward, late_node
+from moe_runtime.runtime import (
+    JobKey,
+    MainGrad,
+    WgradCoordinator,
+    WgradSlot,
+    check_main_grad,
+    in_backward,
+    late_node,
+)
 from moe_runtime.tensor import GroupedTensor, QuantizedTensor, Quantizer
 
 
@@ -29,6 +37,10 @@ class GroupedLinear(nn.Module):
     Parameters: `weight` (E, F, D) and `bias` (E, F); with `single_grouped_weight=False`, `weight0` ... `weight{E-1}` of
     shape (F, D) and `bias0` ... of shape (F,). Both layouts compute the same bits and load each other's state dict.
     Built under `quantized_model_init`, weights are stored quantized; called under `autocast`, products are quantized.
+
+    delay_wgrad_compute      the weight gradient waits for `backward_dw`, or for a coordinator's flush
+    fuse_wgrad_accumulation  it is added to `main_grad` of the weight, which a reducer puts there, and not to `.grad`:
+                             Megatron's protocol, see runtime/main_grad. A bias has its gradient in `.grad`.
     """
 
     weight: Tensor
@@ -45,6 +57,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         single_grouped_weight: bool = True,
         delay_wgrad_compute: bool = False,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
@@ -54,6 +67,8 @@ class GroupedLinear(nn.Module):
         self.single_grouped_weight = single_grouped_weight
         self.use_bias = bias
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._main_grad = MainGrad(self) if fuse_wgrad_accumulation else None
         self._coordinator: WgradCoordinator | None = None
         self._wgrad_name = ""
         self._last_recipe: Recipe = recipes.HighPrecision()
@@ -158,20 +173,27 @@ class GroupedLinear(nn.Module):
         slot = None
         if coordinator is not None and weight_EFD.requires_grad:
             slot = coordinator.slot(self._wgrad_name, "weight")
-        if slot is not None and slot.coordinator.schedule == "late":
+        if self._main_grad is not None and weight_EFD.requires_grad:
+            check_main_grad(self, self._wgrad_name)
+            slot = slot or WgradSlot(None, JobKey(self._wgrad_name, "weight", 0, 0))
+            slot.main_grad = self._main_grad
+        if slot is not None and slot.coordinator is not None and slot.coordinator.schedule == "late":
             weight_EFD = late_node(weight_EFD, slot)
         return HeldWeight(weight_EFD, slot, recipe)
 
     def _recipe(self) -> Recipe:
         """What `autocast` asks for now; a forward that is recomputed must see what its first run saw."""
         compute = current_compute()
-        if in_backward() and not compute.recomputing and (self._last_recipe.quantizes or compute.recipe.quantizes):
+        quantizes = self._last_recipe.quantizes or compute.recipe.quantizes
+        if quantizes and not compute.recomputing and in_backward():
             raise RuntimeError(
                 f"a quantized {type(self).__name__}({self.extra_repr()}) runs its forward inside a backward, where the "
                 f"recipe of its first run ({self._last_recipe}) cannot be seen: pass "
                 "context_fn=moe_runtime.recompute_context_fn to torch.utils.checkpoint.checkpoint"
             )
-        self._last_recipe = compute.recipe
+        if compute.recipe.quantizes or torch.is_grad_enabled():
+            # An evaluation in high precision, between a forward and its backward, must not hide what that forward saw.
+            self._last_recipe = compute.recipe
         return compute.recipe
 
     def own_wgrad(self, coordinator: WgradCoordinator, name: str) -> None:

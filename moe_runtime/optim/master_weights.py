@@ -22,6 +22,7 @@ class MasterWeights(Optimizer):
     A parameter that is fp32 already, and not quantized, is its own master. Initial values of quantized parameters are
     freed once the masters hold them. `state[p]` holds the inner optimizer's state, all fp32, and
     "master" where there is a copy; learning rates and other options live in `param_groups` as usual.
+    A gradient that went into `main_grad` (fuse_wgrad_accumulation) is read there; who put that buffer there zeroes it.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], params: Iterable[Any], **kwargs: Any) -> None:
@@ -51,9 +52,13 @@ class MasterWeights(Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_options(group))
         copies = [(p, master) for p, master in self._master.items() if master is not p]
-        for p, master in copies:
-            master.grad = None if p.grad is None else p.grad.to(torch.float32)
+        lent = {p: p.grad for p, master in self._master.items() if master is p and _gradient_of(p) is not p.grad}
+        for p, master in (*copies, *((p, p) for p in lent)):
+            gradient = _gradient_of(p)
+            master.grad = None if gradient is None else gradient.to(torch.float32)
         self.inner.step()
+        for p, gradient in lent.items():
+            p.grad = gradient
         for p, master in copies:
             if master.grad is not None:
                 p.copy_(master)
@@ -98,6 +103,12 @@ class MasterWeights(Optimizer):
         self.state.clear()
         self._show_state()
         self.write_back()
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """Where a layer says that it has added it to `main_grad`, `.grad` is None or zeros."""
+    fused = getattr(parameter, "grad_added_to_main_grad", False)
+    return getattr(parameter, "main_grad", None) if fused else parameter.grad
 
 
 @torch.no_grad()  # with gradients, a DTensor's local tensor is an alias that others would not see cleared

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from threading import Lock
+from typing import ClassVar
 
 from moe_runtime.precision.recipes import HighPrecision, Recipe
 
@@ -41,6 +43,7 @@ class Compute:
 
 _INIT: ContextVar[InitPolicy | None] = ContextVar("moe_runtime_quantized_model_init", default=None)
 _COMPUTE: ContextVar[Compute | None] = ContextVar("moe_runtime_autocast", default=None)
+_HIGH_PRECISION = Compute(recipe=HighPrecision())
 
 
 @contextmanager
@@ -58,6 +61,7 @@ def quantized_model_init(
     Raises ValueError for no recipe, and for omission with a recipe whose backward reads the columnwise direction.
     """
     policy = None
+    _check_recipe(recipe)
     if enabled:
         if recipe is None or not recipe.quantizes:
             raise ValueError(f"quantized_model_init needs a recipe that quantizes, got {recipe}")
@@ -81,22 +85,40 @@ def quantized_model_init(
 @contextmanager
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[None]:
     """Grouped layers called inside multiply by `recipe`; without one, or not `enabled`, in high precision."""
+    _check_recipe(recipe)
     with _Computing(Compute(recipe=recipe if enabled and recipe is not None else HighPrecision())):
         yield
 
 
+def _check_recipe(recipe: Recipe | None) -> None:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be one of moe_runtime.recipes, such as MXFP8BlockScaling(), got {recipe!r}")
+
+
 class _Computing(AbstractContextManager[None]):
     """Sets the recipe inside. May be entered again: a graph that is kept is recomputed at each backward."""
+
+    # How many are open in the whole process whose recipe quantizes. A compiler cannot read a ContextVar, but can guard
+    # on this: at 0 there is nothing to read, so layers in high precision compile without a break.
+    num_quantizing: ClassVar[int] = 0
+    _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._tokens: list[Token[Compute | None]] = []
 
     def __enter__(self) -> None:
+        self._count(1)
         self._tokens.append(_COMPUTE.set(self._compute))
 
     def __exit__(self, *failure: object) -> None:
         _COMPUTE.reset(self._tokens.pop())
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        if self._compute.recipe.quantizes:
+            with _Computing._lock:
+                _Computing.num_quantizing += change
 
 
 def recompute_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -115,4 +137,4 @@ def current_init() -> InitPolicy | None:
 
 def current_compute() -> Compute:
     """By which recipe a forward multiplies now."""
-    return _COMPUTE.get() or Compute(recipe=HighPrecision())
+    return _COMPUTE.get() or _HIGH_PRECISION if _Computing.num_quantizing else _HIGH_PRECISION

@@ -113,10 +113,12 @@ class WgradCoordinator:
 
     def reduce_with_buckets(self, buckets: GradientBuckets) -> None:
         """Reduce deferred gradients through these buckets after each flush: parameters that DDP ignores."""
+        self._check_reduces_grad()
         self._buckets = buckets
 
     def reduce_with_fsdp(self, root: nn.Module) -> None:
         """Reduce deferred gradients through the FSDP2 units of `root` after each flush."""
+        self._check_reduces_grad()
         for name, module in self._modules.items():
             unit = find_unit(root, module)  # pyright: ignore[reportArgumentType]
             if unit is None:
@@ -124,6 +126,14 @@ class WgradCoordinator:
             unit.hold()
             mark(module)
             self._units[name] = unit
+
+    def _check_reduces_grad(self) -> None:
+        fused = [name for name, module in self._modules.items() if getattr(module, "fuse_wgrad_accumulation", False)]
+        if fused:
+            raise ValueError(
+                f"{fused[0]} accumulates into main_grad, which nothing here would reduce: build it with "
+                "fuse_wgrad_accumulation=False"
+            )
 
     def hold_reduction(self) -> None:
         """Take back reduction after somebody switched it on for the whole model, as each last microbatch does."""
@@ -162,7 +172,7 @@ class WgradCoordinator:
             check_fsdp(model, self._modules, self._units)
             self._checked_fsdp = sharded
 
-    def accept(self, key: JobKey, compute: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> Job:
+    def accept(self, key: JobKey, compute: Callable[[], Tensor | None], operands: tuple[Tensor, ...]) -> Job:
         """Take over the weight gradient that `compute` makes from `operands`; called in a backward, by a slot."""
         unit = self._units.get(key.module)
         if unit is not None and unit.reduces_by_itself():
@@ -206,13 +216,13 @@ class WgradCoordinator:
         event.record()
         return event
 
-    def run(self, job: Job) -> Tensor:
-        """Compute one job's gradient, exactly once; afterwards it holds nothing."""
+    def run(self, job: Job) -> Tensor | None:
+        """Compute one job's gradient, exactly once; afterwards it holds nothing. None: it is in `main_grad`."""
         started = now()
         name = f"moe::wgrad({_full_name(job.key.target)})"
         with record_function(name), self._beside(job), torch.no_grad():
             gradient = job.compute()
-        if job.ready is not None:
+        if job.ready is not None and gradient is not None:
             # Made on the side stream, used on this one: its memory must not go to the next job while it is read here.
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         # Last, so that a job whose computing raised (out of memory) still waits, and the next flush retries it.
@@ -239,6 +249,9 @@ class WgradCoordinator:
     def _finish(self, job: Job) -> None:
         """Run a deferred job and keep its gradient, summed with those of the same backward."""
         target, gradient = job.key.target, self.run(job)
+        if gradient is None:
+            self._placed[target] = None
+            return
         if target in self._ready and self._ready[target][0] is job.backward:
             # Calls within a backward meet before they meet the accumulated gradient: autograd's own order.
             gradient = self._ready[target][1] + gradient
@@ -299,6 +312,53 @@ class WgradCoordinator:
         for target in [target for target in self._ready if target[0] == module]:
             self._place(target)
         self._complete()
+
+    def dw_builder(self, stage: nn.Module) -> Callable[[], Callable[[], None]]:
+        """For `torch.distributed.pipelining.PipelineStage(stage, ..., dw_builder=)`: weight gradients run in W slots.
+
+        A schedule calls the builder after each backward of the stage, and what it returns in the slot for weights. Each
+        slot adds to `.grad`; `flush()` after the schedule's step reduces and calls the hooks.
+        Raises ValueError for another schedule than "deferred", for a budget, which would run gradients outside of their
+        slots, and for a stage of which this coordinator owns nothing.
+        """
+        if self.schedule != "deferred" or self.budget_bytes is not None:
+            raise ValueError(
+                "W slots are for schedule 'deferred' without a budget, got "
+                f"schedule={self.schedule!r}, budget_bytes={self.budget_bytes}"
+            )
+        inside = {id(module) for module in stage.modules()}
+        owned = {name for name, module in self._modules.items() if id(module) in inside}
+        if not owned:
+            raise ValueError("this coordinator owns no module of the stage: attach it to the stages first")
+        slotted: set[Job] = set()
+
+        def build() -> Callable[[], None]:
+            self.drop_unfinished()
+            waiting = [job for job in self._jobs if job.key.module in owned and job not in slotted]
+            jobs = [job for job in waiting if job.backward is waiting[-1].backward]
+            self._drop_without_slot([job for job in waiting if job not in jobs])
+            slotted.update(jobs)
+
+            def run() -> None:
+                for job in jobs:
+                    self._finish(job)
+                slotted.difference_update(jobs)
+                for target in [target for target in self._ready if target[0] in owned]:
+                    self._place(target)
+
+            return run
+
+        return build
+
+    def _drop_without_slot(self, jobs: list[Job]) -> None:
+        """Drop jobs of a backward after which no slot was asked for: the schedule did not know of it."""
+        if jobs:
+            self._forget(jobs)
+            _LOGGER.warning(
+                "dropped weight gradients of a backward without a W slot: %s; torch infers shapes by running a stage "
+                "on uninitialized values: give PipelineStage input_args and output_args",
+                ", ".join(dict.fromkeys(str(job.key) for job in jobs)),
+            )
 
     def _place(self, target: Target) -> None:
         """Add a gradient to what earlier backwards left; it is not reduced yet."""

@@ -52,13 +52,13 @@ class Backward:
 
 @dataclass(eq=False)
 class Job:
-    """compute() -> the weight gradient of `key`; `num_bytes` of activations live until it has run.
+    """compute() -> the weight gradient of `key`, None if it was put in its place; `num_bytes` live until it has run.
 
     `ready` marks, on a GPU, the point in the stream after which the operands hold their values.
     """
 
     key: JobKey
-    compute: Callable[[], Tensor]
+    compute: Callable[[], Tensor | None]
     operands: tuple[Tensor, ...]
     backward: Backward
     ready: torch.cuda.Event | None = None

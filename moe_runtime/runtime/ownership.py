@@ -61,6 +61,20 @@ def check_ddp(ddp: DistributedDataParallel | None, modules: Mapping[str, Delayed
             )
 
 
+def check_main_grad(module: DelayedModule, name: str) -> None:
+    """RuntimeError if the DDP whose forward is under way would reduce this module's weights: it reduces `.grad`."""
+    ddp = active_ddp()
+    if ddp is None:
+        return
+    ignored = getattr(ddp, "parameters_to_ignore", frozenset())
+    reduced = {id(parameter) for name, parameter in ddp.module.named_parameters() if name not in ignored}
+    if any(id(parameter) in reduced for parameter in module.wgrad_parameters("weight")):
+        raise RuntimeError(
+            f"DDP reduces .grad of the weight of {name or 'the model'}, whose gradient goes into main_grad: replicas "
+            "would drift apart; build it with fuse_wgrad_accumulation=False"
+        )
+
+
 def check_fsdp(model: nn.Module, modules: Mapping[str, DelayedModule], known: Mapping[str, object]) -> None:
     """RuntimeError if FSDP2 holds one of these modules and the coordinator does not know."""
     for unit in model.modules():

@@ -6,12 +6,14 @@ deferred  after backward, when the coordinator flushes
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from moe_runtime.runtime.jobs import Job, JobKey
+from moe_runtime.runtime.main_grad import MainGrad, Product
 
 Schedule = Literal["inline", "late", "deferred"]
 
@@ -27,24 +29,31 @@ class JobOwner(Protocol):
 
     schedule: Schedule
 
-    def accept(self, key: JobKey, compute: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> Job:
+    def accept(self, key: JobKey, compute: Callable[[], Tensor | None], operands: tuple[Tensor, ...]) -> Job:
         """Take a job over."""
         ...
 
-    def run(self, job: Job) -> Tensor:
-        """Compute a job's gradient, once."""
+    def run(self, job: Job) -> Tensor | None:
+        """Compute a job's gradient, once; None if it went elsewhere."""
         ...
 
 
 class WgradSlot:
-    """Where one autograd node hands in its weight gradient: made with the node, used once in its backward."""
+    """Where one autograd node hands in its weight gradient: made with the node, used once in its backward.
 
-    def __init__(self, coordinator: JobOwner, key: JobKey) -> None:
-        self.coordinator, self.key = coordinator, key
+    coordinator  says when it is computed; None: at once
+    main_grad    where it goes in place of `.grad`
+    """
+
+    def __init__(self, coordinator: JobOwner | None, key: JobKey, main_grad: MainGrad | None = None) -> None:
+        self.coordinator, self.key, self.main_grad = coordinator, key, main_grad
         self.jobs: list[Job] = []
 
-    def submit(self, compute: Callable[[], Tensor], operands: tuple[Tensor, ...], weight: Tensor) -> Tensor | None:
+    def submit(self, product: Product, operands: tuple[Tensor, ...], weight: Tensor) -> Tensor | None:
         """Take over a weight gradient; what autograd gets in its place now: a placeholder if late, None if deferred."""
+        compute = product if self.main_grad is None else partial(self.main_grad.add, product)
+        if self.coordinator is None:
+            return compute()
         job = self.coordinator.accept(self.key, compute, operands)
         if self.coordinator.schedule == "late":
             # Jobs of an earlier backward through the same graph are here only if it failed before the late node ran.
@@ -69,14 +78,14 @@ class _LateWgrad(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor | None, None]:
         slot: WgradSlot = ctx.slot
-        if not slot.jobs:
+        if not slot.jobs or slot.coordinator is None:
             raise RuntimeError(f"no weight gradient was handed in for {slot.key}: its backward ran without the layer's")
         total: Tensor | None = None
         jobs, slot.jobs = slot.jobs, []
         for job in jobs:
             gradient = slot.coordinator.run(job)
-            total = gradient if total is None else total + gradient
-        assert total is not None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
         return total, None

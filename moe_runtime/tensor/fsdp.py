@@ -23,8 +23,7 @@ def record_bytes(records: Records) -> Tensor:
     """(E, B) uint8: the tensors of each expert, one after the other."""
     parts = []
     for tensor in records.tensors().values():
-        num_experts = tensor.shape[0]
-        flat_EB = tensor.reshape(num_experts, -1) if tensor.dim() > 1 else tensor[:, None]
+        flat_EB = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
         bytes_EB = flat_EB.contiguous().view(torch.uint8)
         parts.append(torch.nn.functional.pad(bytes_EB, (0, -bytes_EB.shape[1] % _ALIGNMENT)))
     return torch.cat(parts, dim=1)

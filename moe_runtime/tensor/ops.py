@@ -174,6 +174,14 @@ def _slice(func: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, 
     return x.part(x.records.map(lambda t: func(t, 0, start, end, step)))
 
 
+def _pad(func: Any, x: Any, pad: Sequence[int], value: float = 0) -> Any:
+    """Of `distribute_tensor`, before ranks communicate: refused on each of them."""
+    raise NotImplementedError(
+        "a quantized tensor is not padded, and shards take whole experts: expected a number of experts that the ranks "
+        f"divide, got {x.shape[0]} in one shard and more in another"
+    )
+
+
 def _select(func: Any, x: Any, dim: int, index: int) -> Any:
     _of_experts(func, x, dim)
     return x.part(x.records.map(lambda t: func(t, 0, index)))
@@ -198,7 +206,9 @@ def _zero_(func: Any, x: Any) -> Any:
 
 
 def _all_gather(func: Any, x: Any, group_size: int, group_name: str) -> Any:
-    return x.like(x.records.map(lambda t: func(t.contiguous(), group_size, group_name), init=False))
+    """Waited for here: what torch wraps a plain result in, to wait when it is read, would not see its bytes read."""
+    started = x.records.map(lambda t: func(t.contiguous(), group_size, group_name), init=False)
+    return x.like(started.map(c10d.wait_tensor))
 
 
 def _broadcast_(func: Any, tensors: Any, *args: Any) -> Any:
@@ -211,11 +221,6 @@ def _broadcast_(func: Any, tensors: Any, *args: Any) -> Any:
 def _scatter_(func: Any, outputs: Any, inputs: Any, *args: Any) -> Any:
     """Of `distribute_tensor`: each tensor of the records by itself, in the order that all ranks have in common."""
     (to,), lists = outputs, inputs or [[]]
-    if any(_is_quantized(given) != _is_quantized(to) for given in lists[0]):
-        raise NotImplementedError(
-            f"scatter of a quantized tensor takes whole experts: expected as many on each rank, got {tuple(to.shape)} "
-            "and a shard that was padded"
-        )
     works = []
     for name, tensor in to.records.tensors().items():
         pieces = [given.records.tensors()[name].contiguous() for given in lists[0]]
@@ -232,7 +237,8 @@ def _wait(func: Any, x: Any) -> Any:
 _TABLE: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
-    c10d._wrap_tensor_autograd.default: _alias,
+    # Newer torch wraps what a collective gives by an op, older torch in a class of its own.
+    **({c10d._wrap_tensor_autograd.default: _alias} if hasattr(c10d, "_wrap_tensor_autograd") else {}),
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty_like,
@@ -254,6 +260,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _split,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
+    aten.constant_pad_nd.default: _pad,
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,
     c10d.all_gather_into_tensor.default: _all_gather,

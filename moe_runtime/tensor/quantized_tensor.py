@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import hashlib
 import weakref
+from contextlib import nullcontext
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -53,13 +55,16 @@ class QuantizedTensor(Tensor):
         cls, records: Records, dtype: torch.dtype, *, requires_grad: bool = False, shape: tuple[int, ...] | None = None
     ) -> Self:
         """The tensor whose storage `records` are."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            records.any.shape if shape is None else shape,
-            dtype=dtype,
-            device=records.any.payload.device,
-            requires_grad=requires_grad,
-        )
+        payload = records.any.payload
+        # Of an ordinary tensor an ordinary alias, in inference mode too, where torch cannot alias it otherwise.
+        with torch.inference_mode(False) if _is_ordinary_inside(payload) else nullcontext():
+            self = torch.Tensor._make_wrapper_subclass(
+                cls,
+                records.any.shape if shape is None else shape,
+                dtype=dtype,
+                device=payload.device,
+                requires_grad=requires_grad,
+            )
         self._held = _Held(records)
         return self
 
@@ -174,8 +179,15 @@ class QuantizedTensor(Tensor):
         self, records: Records, *, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> "QuantizedTensor":
         """A tensor of this kind over other records, without history; one expert of a stack is a plain matrix."""
+        if shape is None and self._is_flat:
+            shape = (prod(records.any.shape),)
         cls = type(self) if len(records.any.shape) == len(self.records.any.shape) else QuantizedTensor
         return cls.wrap(records, self.dtype if dtype is None else dtype, shape=shape)
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether this is the one-dimensional view by which FSDP2 remembers a shard."""
+        return self.dim() == 1
 
     def alias(self) -> "QuantizedTensor":
         """A tensor without history over the same storage, whatever becomes of it."""
@@ -224,7 +236,8 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "QuantizedTensor":
         quantizer, dtype, wanted = meta
-        return cls.wrap(records_of(inner, quantizer, InitValues(wanted=wanted)), dtype)
+        shape = tuple(size) if len(size) == 1 else None
+        return cls.wrap(records_of(inner, quantizer, InitValues(wanted=wanted)), dtype, shape=shape)
 
     def __getattr__(self, name: str) -> Any:
         # row_payload and the like, for `__tensor_flatten__`.
@@ -259,7 +272,7 @@ class QuantizedTensor(Tensor):
         if self.grad_fn is not None:
             raise RuntimeError("only leaf tensors can be deep-copied; detach this tensor first")
         records = self.records.map(lambda t: t.detach().clone())
-        new = type(self).wrap(records, self.dtype, requires_grad=self.requires_grad)
+        new = type(self).wrap(records, self.dtype, requires_grad=self.requires_grad, shape=tuple(self.shape))
         for name, held in copy.deepcopy(_plain_attributes(self), memo).items():
             setattr(new, name, held)
         if self.grad is not None:
@@ -273,6 +286,10 @@ class QuantizedTensor(Tensor):
             f"{type(self).__name__}({tuple(self.shape)}, {self.quantizer.format.name} {directions}, {self.dtype}, "
             f"{self.device}, requires_grad={self.requires_grad})"
         )
+
+
+def _is_ordinary_inside(tensor: Tensor) -> bool:
+    return torch.is_inference_mode_enabled() and not tensor.is_inference()
 
 
 def _on_meta(x_ERC: Tensor, quantizer: Quantizer, init: InitValues) -> Records:
@@ -303,6 +320,7 @@ def _state_of(x: QuantizedTensor) -> dict[str, Any]:
         "options": options,
         "usage": (q.rowwise, q.columnwise),
         "dtype": x.dtype,
+        "shape": tuple(x.shape),
         "init": (x.records.init.wanted, x.records.init.value),
     }
 
@@ -319,7 +337,7 @@ def rebuild_quantized(
     wanted, value = state["init"]
     quantizer = Quantizer(format=fmt, rowwise=rowwise, columnwise=columnwise)
     records = records_of(state["tensors"], quantizer, InitValues(wanted, value))
-    new = cls.wrap(records, state["dtype"], requires_grad=requires_grad)
+    new = cls.wrap(records, state["dtype"], requires_grad=requires_grad, shape=state["shape"])
     for name, held in attributes.items():
         setattr(new, name, held)
     return new

@@ -38,7 +38,7 @@ class InitValues:
 
     def taking(self, value: Tensor | None) -> "InitValues":
         """A copy of `value`, in place of the one held where there is one; None: what was held describes nothing now."""
-        if value is None or self.value is None:
+        if value is None or self.value is None or self.value.dtype != value.dtype:
             return replace(self, value=None if value is None else value.detach().clone())
         self.value.copy_(value)
         return self
@@ -134,24 +134,31 @@ class Records:
 
         Raises ValueError where `source` lacks one that its bytes do not determine.
         """
-        made: dict[Direction, Quantized | None] = {}
+        given: dict[Direction, Quantized] = {}
         for direction in DIRECTIONS:
-            own = self.record(direction)
-            if own is None and not getattr(self.quantizer, direction):
-                made[direction] = None
-                continue
-            given = source.record(direction)
-            if given is None:
-                try:
-                    given = turned(source.any)
-                except ValueError as error:
-                    raise ValueError(
-                        f"this tensor stores or wants {direction} bytes, and what is copied has none: {error}; "
-                        "build it without omit_columnwise_primary_weight_storage, or copy high-precision values"
-                    ) from None
-            made[direction] = _take(own, given, self.any.payload.device)
+            if self.record(direction) is not None or getattr(self.quantizer, direction):
+                given[direction] = source.made(direction)
+        # Only now that all are there: a direction written before another one fails would leave that one stale.
+        device = self.any.payload.device
+        row, column = (
+            _take(self.record(direction), given[direction], device) if direction in given else None
+            for direction in DIRECTIONS
+        )
         init = self.init.taking(source.init.value) if self.init.wanted else self.init
-        return Records(made["rowwise"], made["columnwise"], self.quantizer, init)
+        return Records(row, column, self.quantizer, init)
+
+    def made(self, direction: Direction) -> Quantized:
+        """The record of a direction: stored, or made from the other. ValueError where that does not determine it."""
+        stored = self.record(direction)
+        if stored is not None:
+            return stored
+        try:
+            return turned(self.any)
+        except ValueError as error:
+            raise ValueError(
+                f"the tensor that is written stores or wants {direction} bytes, and what is copied has none: {error}; "
+                "build it without omit_columnwise_primary_weight_storage, or copy high-precision values"
+            ) from None
 
     def with_usage(self, rowwise: bool | None, columnwise: bool | None) -> "Records":
         """Want or drop directions: True makes it from the stored one or raises, False drops its storage."""
