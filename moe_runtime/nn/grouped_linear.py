@@ -168,7 +168,8 @@ class GroupedLinear(nn.Module):
         """The weight for one forward. A late schedule's node is made here: take it where the gradient may be late."""
         recipe = self._recipe()
         weight_EFD = self.stacked_weight()
-        check_weight(weight_EFD, recipe, f"{type(self).__name__}({self.extra_repr()})")
+        if isinstance(weight_EFD, QuantizedTensor):
+            check_weight(weight_EFD, recipe, self._described())
         coordinator = self._coordinator
         slot = None
         if coordinator is not None and weight_EFD.requires_grad:
@@ -181,13 +182,18 @@ class GroupedLinear(nn.Module):
             weight_EFD = late_node(weight_EFD, slot)
         return HeldWeight(weight_EFD, slot, recipe)
 
+    def _described(self) -> str:
+        name = f"{self._wgrad_name} = " if self._wgrad_name else ""
+        built = "" if self.init_policy is None else f", built by {self.init_policy.recipe}"
+        return f"{name}{type(self).__name__}({self.extra_repr()}){built}"
+
     def _recipe(self) -> Recipe:
         """What `autocast` asks for now; a forward that is recomputed must see what its first run saw."""
         compute = current_compute()
         quantizes = self._last_recipe.quantizes or compute.recipe.quantizes
         if quantizes and not compute.recomputing and in_backward():
             raise RuntimeError(
-                f"a quantized {type(self).__name__}({self.extra_repr()}) runs its forward inside a backward, where the "
+                f"a quantized layer, {self._described()}, runs its forward inside a backward, where the "
                 f"recipe of its first run ({self._last_recipe}) cannot be seen: pass "
                 "context_fn=moe_runtime.recompute_context_fn to torch.utils.checkpoint.checkpoint"
             )

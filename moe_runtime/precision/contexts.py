@@ -98,9 +98,10 @@ def _check_recipe(recipe: Recipe | None) -> None:
 class _Computing(AbstractContextManager[None]):
     """Sets the recipe inside. May be entered again: a graph that is kept is recomputed at each backward."""
 
-    # How many are open in the whole process whose recipe quantizes. A compiler cannot read a ContextVar, but can guard
-    # on this: at 0 there is nothing to read, so layers in high precision compile without a break.
-    num_quantizing: ClassVar[int] = 0
+    # Whether one is open in the whole process whose recipe quantizes. A compiler cannot read a ContextVar, but it can
+    # guard on this: where there is nothing to read, layers in high precision compile without a break.
+    any_quantizes: ClassVar[bool] = False
+    _num_quantizing: ClassVar[int] = 0
     _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, compute: Compute) -> None:
@@ -118,7 +119,8 @@ class _Computing(AbstractContextManager[None]):
     def _count(self, change: int) -> None:
         if self._compute.recipe.quantizes:
             with _Computing._lock:
-                _Computing.num_quantizing += change
+                _Computing._num_quantizing += change
+                _Computing.any_quantizes = _Computing._num_quantizing > 0
 
 
 def recompute_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -137,4 +139,6 @@ def current_init() -> InitPolicy | None:
 
 def current_compute() -> Compute:
     """By which recipe a forward multiplies now."""
-    return _COMPUTE.get() or _HIGH_PRECISION if _Computing.num_quantizing else _HIGH_PRECISION
+    if not _Computing.any_quantizes:
+        return _HIGH_PRECISION
+    return _COMPUTE.get() or _HIGH_PRECISION

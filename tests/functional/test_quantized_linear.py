@@ -311,6 +311,17 @@ def test_a_row_of_nan_stays_with_its_expert(name: str) -> None:
     assert dw_EFD[1].isfinite().all() and dw_EFD[0].isnan().any()
 
 
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_large_rows_past_the_end_do_not_enter_a_scale(name: str, override: Any) -> None:
+    """What nobody owns is finite, too, where memory is reused: it must not be anybody's amax."""
+    recipe = replace(RECIPES[name], backward_override=override)
+    x_RD, w_EFD, dy_RF, ends_E = draw(name, (5, 0, 7, 1), torch.float32)
+    expected = run(x_RD, w_EFD, dy_RF, ends_E, recipe, tail=3)
+    tails = [torch.cat([rows, torch.full((3, rows.shape[1]), 1e30)]) for rows in (x_RD, dy_RF)]
+    assert same(run(tails[0], w_EFD, tails[1], ends_E, recipe), expected)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_strides_do_not_matter(name: str) -> None:
     recipe = RECIPES[name]

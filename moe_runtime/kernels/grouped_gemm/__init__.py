@@ -15,10 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.grouped_gemm import _reference, _torch
-from moe_runtime.kernels.select import Backend, Problem, Table, reference
+from moe_runtime.kernels.grouped_gemm import _hopper, _reference, _torch
+from moe_runtime.kernels.permute import gather_rows
+from moe_runtime.kernels.select import Backend, Problem, Table, reference, triton_missing
 
-TABLE = Table("grouped_gemm", (Backend("torch", _torch.refuses, _torch), reference(_reference)))
+__all__ = ["TABLE", "check", "ragged_k_gemm_tn", "ragged_m_gemm_nn", "ragged_m_gemm_nt"]
+
+if triton_missing() is None:
+    from moe_runtime.kernels.grouped_gemm import _cuda, _triton
+
+    _CUDA, _TRITON = _cuda, _triton
+else:
+    _CUDA, _TRITON = None, None
+
+
+def _widths(problem: Problem) -> tuple[int, ...]:
+    return problem.tensors[0].shape[-1], problem.tensors[1].shape[-1]
+
+
+TABLE = Table(
+    "grouped_gemm",
+    (
+        _hopper.on_cuda(_CUDA, _widths),
+        Backend("torch", _torch.refuses, _torch),
+        _hopper.on_triton(_TRITON, _widths),
+        reference(_reference),
+    ),
+)
 
 
 def ragged_m_gemm_nt(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, *, backend: str | None = None) -> Tensor:
@@ -33,19 +56,76 @@ def ragged_m_gemm_nn(dy_RF: Tensor, w_EFD: Tensor, ends_E: Tensor, *, backend: s
     return _run(dy_RF, w_EFD, backend).ragged_m_gemm_nn(dy_RF, w_EFD, ends_E)
 
 
-def ragged_k_gemm_tn(dy_RF: Tensor, x_RD: Tensor, ends_E: Tensor, *, backend: str | None = None) -> Tensor:
-    """dw[e] = dy[rows of e].T @ x[rows of e], shape (E, F, D); exact zeros for an expert without rows."""
-    if dy_RF.dim() != 2 or x_RD.dim() != 2 or len(dy_RF) != len(x_RD) or dy_RF.dtype != x_RD.dtype:
+def ragged_k_gemm_tn(
+    dy_RF: Tensor,
+    x_RD: Tensor,
+    ends_E: Tensor,
+    *,
+    dy_index_R: Tensor | None = None,
+    x_index_R: Tensor | None = None,
+    into_EFD: Tensor | None = None,
+    accumulate: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """dw[e] = dy[rows of e].T @ x[rows of e], shape (E, F, D); exact zeros for an expert without rows.
+
+    dy_index_R, x_index_R  int32 (R,): row r of that operand is its row index[r], as gemm_gather_act has it
+    into_EFD               contiguous tensor to store in, x's dtype or fp32; returned
+    accumulate             add to what `into_EFD` holds; experts without rows are left alone
+    """
+    num_dy, num_x = len(dy_RF if dy_index_R is None else dy_index_R), len(x_RD if x_index_R is None else x_index_R)
+    if dy_RF.dim() != 2 or x_RD.dim() != 2 or num_dy != num_x or dy_RF.dtype != x_RD.dtype:
         raise ValueError(
             "wgrad needs dy (R, F) and x (R, D) of one dtype, got "
             f"{tuple(dy_RF.shape)} {dy_RF.dtype} and {tuple(x_RD.shape)} {x_RD.dtype}"
         )
-    _check_ends(ends_E, ends_E.shape[0] if ends_E.dim() else 0, dy_RF)
-    return _run(dy_RF, x_RD, backend).ragged_k_gemm_tn(dy_RF, x_RD, ends_E)
+    _check_index(dy_index_R, dy_RF)
+    _check_index(x_index_R, x_RD)
+    _check_ends(ends_E, ends_E.shape[0] if ends_E.dim() else 0, dy_RF if dy_index_R is None else dy_index_R)
+    _check_into(into_EFD, (ends_E.shape[0], dy_RF.shape[1], x_RD.shape[1]), x_RD, accumulate)
+    run = _run(dy_RF, x_RD, backend)
+    if run is not _CUDA or x_index_R is not None:
+        dy_RF, dy_index_R = _rows(dy_RF, dy_index_R, ends_E), None
+    if run is not _CUDA:
+        x_RD, x_index_R = _rows(x_RD, x_index_R, ends_E), None
+    if run is _CUDA:
+        return run.ragged_k_gemm_tn(
+            dy_RF,
+            x_RD,
+            ends_E,
+            dy_index_R=dy_index_R,
+            x_index_R=x_index_R,
+            into_EFD=into_EFD,
+            accumulate=accumulate,
+        )
+    if into_EFD is None:
+        return run.ragged_k_gemm_tn(dy_RF, x_RD, ends_E)
+    if run is _TRITON:
+        return run.ragged_k_gemm_tn(dy_RF, x_RD, ends_E, into_EFD=into_EFD, accumulate=accumulate)
+    dw_EFD = run.ragged_k_gemm_tn(dy_RF, x_RD, ends_E)
+    return into_EFD.add_(dw_EFD) if accumulate else into_EFD.copy_(dw_EFD)
 
 
-def check(rows_RK: Tensor, w_EFD: Tensor, ends_E: Tensor, *, contracted: int) -> None:
-    """ValueError unless rows, weights and ends fit; `contracted` is the weight dim that the rows' columns meet."""
+def _rows(rows: Tensor, index_R: Tensor | None, ends_E: Tensor) -> Tensor:
+    return rows if index_R is None else gather_rows(rows, index_R, ends_E, top_k=1)
+
+
+def _check_into(into_EFD: Tensor | None, shape: tuple[int, ...], x_RD: Tensor, accumulate: bool) -> None:
+    if into_EFD is None:
+        if accumulate:
+            raise ValueError("accumulate needs a tensor to add to, got into_EFD=None")
+        return
+    if into_EFD.shape != shape or into_EFD.dtype not in (x_RD.dtype, torch.float32) or not into_EFD.is_contiguous():
+        raise ValueError(
+            f"into must be contiguous, float32 or {x_RD.dtype}, of shape {shape}; "
+            f"got {into_EFD.dtype} of shape {tuple(into_EFD.shape)} and strides {into_EFD.stride()}"
+        )
+
+
+def check(
+    rows_RK: Tensor, w_EFD: Tensor, ends_E: Tensor, *, contracted: int, row_index_R: Tensor | None = None
+) -> None:
+    """ValueError unless rows, weights, ends and index fit; `contracted` is the weight dim the rows' columns meet."""
     if rows_RK.dim() != 2 or w_EFD.dim() != 3 or rows_RK.shape[1] != w_EFD.shape[contracted]:
         raise ValueError(
             f"expected rows (R, {w_EFD.shape[contracted] if w_EFD.dim() == 3 else '?'}) and weights (E, out, in), "
@@ -53,7 +133,18 @@ def check(rows_RK: Tensor, w_EFD: Tensor, ends_E: Tensor, *, contracted: int) ->
         )
     if rows_RK.dtype != w_EFD.dtype:
         raise ValueError(f"rows and weights must have one dtype, got {rows_RK.dtype} and {w_EFD.dtype}")
-    _check_ends(ends_E, w_EFD.shape[0], rows_RK)
+    _check_index(row_index_R, rows_RK)
+    _check_ends(ends_E, w_EFD.shape[0], rows_RK if row_index_R is None else row_index_R)
+
+
+def _check_index(row_index_R: Tensor | None, rows: Tensor) -> None:
+    if row_index_R is None:
+        return
+    if row_index_R.dim() != 1 or row_index_R.dtype != torch.int32 or row_index_R.device != rows.device:
+        raise ValueError(
+            f"row_index must be int32 of shape (R,) on {rows.device}, the row that each routed row is; "
+            f"got {row_index_R.dtype} of shape {tuple(row_index_R.shape)} on {row_index_R.device}"
+        )
 
 
 def _check_ends(ends_E: Tensor, num_experts: int, rows_RK: Tensor) -> None:
