@@ -13,13 +13,21 @@ from torch import Tensor
 
 from moe_runtime.formats import HighPrecision, Quantized
 from moe_runtime.kernels.dequantize import _native, _reference
-from moe_runtime.kernels.select import Problem, Table, native, reference
+from moe_runtime.kernels.select import Problem, Table, native, reference, triton, triton_missing
 
 __all__ = ["DTYPES", "TABLE", "dequantize"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-TABLE = Table("dequantize", (native(_native, torch.uint8), reference(_reference)), probe_dtype=torch.uint8)
+if triton_missing() is None:
+    from moe_runtime.kernels.dequantize import _triton
+
+    _ON_GPU = triton(_triton, torch.uint8)
+else:
+    _ON_GPU = triton(None)
+
+# The Triton kernels come last, so that only who asks for them by name gets them: they are not measured yet.
+TABLE = Table("dequantize", (native(_native, torch.uint8), reference(_reference), _ON_GPU), probe_dtype=torch.uint8)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16, *, backend: str | None = None) -> Tensor:

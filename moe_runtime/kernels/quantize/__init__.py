@@ -16,13 +16,21 @@ from torch import Tensor
 from moe_runtime.formats import NVFP4, Float8, Format, HighPrecision, Quantized
 from moe_runtime.formats.format import Direction
 from moe_runtime.kernels.quantize import _native, _reference
-from moe_runtime.kernels.select import Problem, Table, native, reference
+from moe_runtime.kernels.select import Problem, Table, native, reference, triton, triton_missing
 
 __all__ = ["DTYPES", "TABLE", "quantize", "quantize_into"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-TABLE = Table("quantize", (native(_native, *DTYPES), reference(_reference)))
+if triton_missing() is None:
+    from moe_runtime.kernels.quantize import _triton
+
+    _ON_GPU = triton(_triton, *_triton.DTYPES)
+else:
+    _ON_GPU = triton(None)
+
+# The Triton kernels come last, so that only who asks for them by name gets them: they are not measured yet.
+TABLE = Table("quantize", (native(_native, *DTYPES), reference(_reference), _ON_GPU))
 
 
 def quantize(
