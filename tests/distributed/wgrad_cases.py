@@ -23,8 +23,10 @@ from moe_runtime.optim import clip_grad_norm_
 from moe_runtime.parallel import coordinator_of, gradient_sync
 from moe_runtime.runtime import GradientBuckets, WgradSlot
 from moe_runtime.runtime.jobs import JobKey
+from moe_runtime.tensor import QuantizedTensor
 
-EXPERTS, WIDTH, TOKENS, TOP_K, STEPS = 6, 16, 6, 2, 5
+EXPERTS, WIDTH, TOKENS, TOP_K, STEPS = 6, 32, 6, 2, 5
+MXFP8 = mr.recipes.MXFP8BlockScaling()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,12 @@ class Case:
     expert: int = 1
     budget_bytes: int | None = None
     bias: bool = False
+    weights: str = "plain"
 
     def __str__(self) -> str:
         words = [self.schedule, self.data, f"w{self.world}", f"m{self.microbatches}", self.precision, f"e{self.expert}"]
         words += ["ckpt"] * self.checkpointing + ["discrete"] * self.discrete + ["bias"] * self.bias
+        words += [self.weights] * (self.weights != "plain")
         words += [] if self.budget_bytes is None else [f"budget{self.budget_bytes}"]
         return "-".join(words)
 
@@ -60,7 +64,7 @@ class Block(nn.Module):
             mr.RoutedExpertsConfig(
                 num_experts=EXPERTS,
                 hidden_size=WIDTH,
-                intermediate_size=WIDTH // 2,
+                intermediate_size=WIDTH,
                 single_grouped_weight=not case.discrete,
                 delay_wgrad_compute=case.schedule == "deferred",
                 bias=case.bias,
@@ -69,7 +73,7 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         if self.checkpointing:
-            out_TD = checkpoint(self._layer, x_TD, ids_TK, use_reentrant=False)
+            out_TD = checkpoint(self._layer, x_TD, ids_TK, use_reentrant=False, context_fn=mr.recompute_context_fn)
             assert isinstance(out_TD, Tensor)
             return x_TD + out_TD
         return x_TD + self._layer(x_TD, ids_TK)
@@ -95,7 +99,8 @@ class Model(nn.Module):
 def build(case: Case, *, reference_reducer: bool = False) -> nn.Module:
     """The model of a case, wrapped; `reference_reducer`: inline, but reduced in the pieces of the deferred schedule."""
     torch.manual_seed(7)
-    model = Model(case)
+    with mr.quantized_model_init(case.weights == "mxfp8", MXFP8, preserve_high_precision_init_val=True):
+        model = Model(case)
     half = case.precision == "bf16"
     if half and case.data != "fsdp2":
         model.to(torch.bfloat16)
@@ -166,12 +171,19 @@ def backward(model: nn.Module, case: Case, step: int) -> None:
     for index in range(case.microbatches):
         x_TD, ids_TK = batch(case, step, index)
         with gradient_sync(model, last=index == case.microbatches - 1):
-            model(x_TD, ids_TK).float().square().mean().backward()
+            with mr.autocast(case.weights == "mxfp8", MXFP8):
+                loss = model(x_TD, ids_TK).float().square().mean()
+            loss.backward()
 
 
 def train(case: Case, model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """The gradients of each of 5 steps, and at last the weights."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9, foreach=False)
+    options = {"lr": 0.25, "momentum": 0.9, "foreach": False}
+    optimizer: torch.optim.Optimizer
+    if case.weights == "mxfp8":
+        optimizer = mr.optim.MasterWeights(torch.optim.SGD, model.parameters(), **options)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **options)
     coordinator = coordinator_of(model)
     if coordinator is not None:
         coordinator.guard(optimizer)
@@ -198,7 +210,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): whole(parameter) for name, parameter in model.named_parameters()}
+    """A copy of every weight, of a quantized one each of its tensors."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = whole(parameter)
+        parts = value.records.tensors() if isinstance(value, QuantizedTensor) else {"": value}
+        found |= {f"{name.removeprefix('module.')}{part and '.'}{part}": tensor for part, tensor in parts.items()}
+    return found
 
 
 def whole(value: Tensor) -> Tensor:
@@ -230,7 +248,8 @@ def differences(case: Case, model: nn.Module, inline: list[dict[str, Tensor]]) -
             elif name == "norm" and name not in got:
                 continue
             elif not torch.equal(got[name], value):
-                lines.append(f"step {step}: {name} differs by {(got[name] - value).abs().max().item():.1e}")
+                worst = (got[name].double() - value.double()).abs().max().item()
+                lines.append(f"step {step}: {name} differs by {worst:.1e}")
         for name, value in expected.items():
             # One separate expert may have no rows.
             assert value.isfinite().all() and (value.any() or name[-1].isdigit()), f"step {step}: {name} tests nothing"
