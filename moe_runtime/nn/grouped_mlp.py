@@ -26,6 +26,7 @@ class GroupedMLP(nn.Module):
         bias: bool = False,
         single_grouped_weight: bool = True,
         delay_wgrad_compute: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -45,6 +46,7 @@ class GroupedMLP(nn.Module):
                 device=device,
                 single_grouped_weight=single_grouped_weight,
                 delay_wgrad_compute=delay_wgrad_compute,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             )
 
         self.gate_up = linear(hidden_size, up_features)

@@ -31,6 +31,7 @@ class RoutedExpertsConfig:
     bias: bool = False
     single_grouped_weight: bool = True
     delay_wgrad_compute: bool = False
+    fuse_wgrad_accumulation: bool = False
     capacity: Capacity | None = None
     gates_on: Literal["output", "input"] = "output"
 
@@ -66,6 +67,7 @@ class RoutedExperts(nn.Module):
             bias=config.bias,
             single_grouped_weight=config.single_grouped_weight,
             delay_wgrad_compute=config.delay_wgrad_compute,
+            fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
             dtype=dtype,
             device=device,
         )

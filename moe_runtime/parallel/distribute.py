@@ -77,6 +77,11 @@ def _check_experts(experts: dict[str, RoutedExperts], plan: ParallelPlan, world:
                 f"{name} has {module.config.num_experts} experts, which expert={plan.expert} of {world} ranks "
                 "does not divide"
             )
+        if plan.data != "none" and module.config.fuse_wgrad_accumulation:
+            raise ValueError(
+                f"{name} accumulates into main_grad, which neither FSDP2 nor DDP reduces: expected "
+                f"fuse_wgrad_accumulation=False with data={plan.data!r}, got True"
+            )
         local, degree = module.config.num_experts // plan.expert, shard // plan.expert
         uneven = [p for p in module.parameters() if p.dim() == 3 and local % degree and p.shape[1] % degree]
         quantized = [p for p in module.parameters() if isinstance(p, QuantizedTensor)]

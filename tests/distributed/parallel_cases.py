@@ -178,7 +178,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
 class Layer(nn.Module):
     """A dense layer and routed experts, for cases that need no language model."""
 
-    def __init__(self, num_experts: int, activation: str = "swiglu") -> None:
+    def __init__(self, num_experts: int, activation: str = "swiglu", *, fused: bool = False) -> None:
         super().__init__()
         self.dense = nn.Linear(4, 4)
         self.experts = mr.RoutedExperts(
@@ -187,6 +187,7 @@ class Layer(nn.Module):
                 hidden_size=4,
                 intermediate_size=4,
                 activation=activation,  # pyright: ignore[reportArgumentType]
+                fuse_wgrad_accumulation=fused,
             )
         )
 
@@ -291,16 +292,17 @@ def _gathered(value: Tensor | None, world: int) -> Tensor:
 def refusals() -> list[str]:
     """Sentences for plans that do not fit, from every rank, before any collective."""
     found = []
-    for plan, experts in (
+    for plan, experts, *fused in (
         ({"data": "none"}, 4),
         ({"data": "fsdp2", "replicate": 3}, 4),
         ({"data": "fsdp2", "expert": 3}, 4),
         ({"data": "fsdp2", "expert": 2}, 3),
         ({"data": "fsdp2", "expert": 2}, 0),
+        ({"data": "ddp", "expert": 2}, 4, True),
     ):
         model: nn.Module = nn.Linear(4, 4)
         if experts:
-            model = Layer(experts)
+            model = Layer(experts, fused=bool(fused))
         try:
             mr.distribute(model, mr.ParallelPlan(**plan))
         except ValueError as error:

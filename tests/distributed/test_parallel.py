@@ -133,6 +133,7 @@ def test_plans_that_do_not_fit_are_refused_on_every_rank_with_the_numbers(ranks:
         "expert must divide the shard degree 2, got expert=3",
         "has 3 experts, which expert=2 of 2 ranks does not divide",
         "expert=2 needs RoutedExperts modules in the model, found none",
+        "experts accumulates into main_grad, which neither FSDP2 nor DDP reduces",
     )
     for sentences in ranks(2).run(refusals):
         for got, part in zip(sentences, expected, strict=True):

@@ -227,3 +227,11 @@ def test_bounds_that_are_not_positive(max_norm: float) -> None:
     with pytest.raises(ValueError, match=f"max_norm must be positive, got {max_norm}"):
         clip_grad_norm_(holder, max_norm)
     assert holder.gradients()[0].tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_in_main_grad_is_refused_by_name() -> None:
+    layer = mr.GroupedLinear(2, 4, 4, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(2, 4, 4)  # pyright: ignore[reportAttributeAccessIssue]
+    layer(torch.ones(3, 4), [1, 2]).sum().backward()
+    with pytest.raises(RuntimeError, match="the gradient of weight is in main_grad"):
+        clip_grad_norm_(layer, 1.0)
