@@ -26,7 +26,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     model     as `distribute` returned it, or any module in one process
     max_norm  > 0; infinity measures without scaling
-    Parameters without a gradient count as zero. A gradient in `main_grad` belongs to whoever reduces it: RuntimeError. A non-finite norm is returned as it is and scales nothing.
+    Parameters without a gradient count as zero. A non-finite norm is returned as it is and scales nothing.
+    A gradient in `main_grad` belongs to whoever reduces it: RuntimeError.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -37,8 +38,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     named = [(name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad]
     if fused := next((name for name, p in named if getattr(p, "grad_added_to_main_grad", False)), None):
         raise RuntimeError(
-            f"clip_grad_norm_ reads .grad, and the gradient of {fused} is in main_grad: clip where main_grad is reduced, "
-            "or build the layer with fuse_wgrad_accumulation=False"
+            f"clip_grad_norm_ reads .grad, and the gradient of {fused} is in main_grad: clip where main_grad is "
+            "reduced, or build the layer with fuse_wgrad_accumulation=False"
         )
     norm = _total_norm(named, layout)
     if max_norm == float("inf"):

@@ -170,7 +170,9 @@ def test_refusals() -> None:
     q = random_record(MXFP8(), (64, 64), "rowwise")
     with pytest.raises(TypeError, match=r"dtype must be float32, bfloat16 or float16, got torch\.float64"):
         dequantize(q, torch.float64)
-    with pytest.raises(ValueError, match=r"backend must be one of native, reference, triton for dequantize; got 'cuda'"):
+    with pytest.raises(
+        ValueError, match=r"backend must be one of native, reference, triton for dequantize; got 'cuda'"
+    ):
         dequantize(q, backend="cuda")
     plain = Quantized(payload=torch.zeros(4, 4, dtype=torch.bfloat16), scale=torch.zeros(0), format=HighPrecision())
     with pytest.raises(ValueError, match="expected a quantized format, got HighPrecision"):
