@@ -1,5 +1,29 @@
-"""Checkpoints that any expert and data degree can load."""
+"""Checkpoints that any expert and data degree can load, and Hugging Face folders in `checkpoint.hf`."""
 
-from moe_runtime.checkpoint.store import latest, load, read_facts, save
+from moe_runtime.checkpoint import hf
+from moe_runtime.checkpoint.files import DamagedCheckpointError
+from moe_runtime.checkpoint.store import (
+    AsyncSaver,
+    entry_dtypes,
+    latest,
+    load,
+    load_latest,
+    read_entries,
+    read_facts,
+    save,
+    verify,
+)
 
-__all__ = ["latest", "load", "read_facts", "save"]
+__all__ = [
+    "AsyncSaver",
+    "DamagedCheckpointError",
+    "entry_dtypes",
+    "hf",
+    "latest",
+    "load",
+    "load_latest",
+    "read_entries",
+    "read_facts",
+    "save",
+    "verify",
+]

@@ -27,12 +27,18 @@ _SUFFIXES = {
 _MEMBER = re.compile(r"^(?P<stem>.*\.(?:weight|bias))(?P<index>\d+)$")
 
 
+def split_member(name: str) -> tuple[str, int | None]:
+    """(name of the tensor of all experts, expert) of one expert's separate parameter; (name, None) of any other."""
+    member = _MEMBER.match(name)
+    return (member["stem"], int(member["index"])) if member else (name, None)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, in the global view."""
     layout = layout_of(model)
     entries: dict[str, Tensor] = {}
-    for name, parameter in _named_parameters(model):
-        key, parts = _parts(name, parameter, layout)
+    for name, parameter in named_parameters(model):
+        key, parts = parts_of(name, parameter, layout)
         entries.update((f"{key}{suffix}", value) for suffix, value in parts.items())
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     persistent = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
@@ -44,7 +50,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
     """Optimizer state as "<parameter>.<key>", in the global view; parameters without state have no entry."""
     layout = layout_of(model)
     entries: dict[str, Tensor] = {}
-    for name, parameter in _named_parameters(model):
+    for name, parameter in named_parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise TypeError(
@@ -80,14 +86,15 @@ def shapes(entries: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(value.shape) for name, value in sorted(entries.items())}
 
 
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by their names in the model that DDP may wrap."""
     for name, parameter in model.named_parameters():
         yield name.removeprefix("module."), parameter
 
 
-def _parts(name: str, parameter: Tensor, layout: ParallelLayout) -> tuple[str, dict[str, Tensor]]:
+def parts_of(name: str, parameter: Tensor, layout: ParallelLayout) -> tuple[str, dict[str, Tensor]]:
     """A parameter's name and, by suffix, its tensors: itself under "", or each tensor of a quantized one."""
-    local = _local(parameter)
+    local = local_of(parameter)
     if not isinstance(local, QuantizedTensor):
         key, value = global_view(name, parameter, layout)
         return key, {"": value}
@@ -104,14 +111,15 @@ def _parts(name: str, parameter: Tensor, layout: ParallelLayout) -> tuple[str, d
 
 
 @torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def forget_init_values(model: nn.Module) -> None:
     """Free what quantized parameters were once quantized from: it describes nothing that was loaded since."""
-    for _, parameter in _named_parameters(model):
-        local = _local(parameter)
+    for _, parameter in named_parameters(model):
+        local = local_of(parameter)
         if isinstance(local, QuantizedTensor):
             local.clear_high_precision_init_val()
 

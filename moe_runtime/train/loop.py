@@ -12,9 +12,8 @@ from moe_runtime import checkpoint
 from moe_runtime.comm.bootstrap import Launch, init_process_group, local_device, shutdown
 from moe_runtime.core.config import to_toml
 from moe_runtime.core.device import peak_bf16_flops, peak_process_bytes
-from moe_runtime.core.errors import CheckpointError
 from moe_runtime.core.log import get_logger
-from moe_runtime.train.config import TOP_K_NAMES, Config, claim_run_dir
+from moe_runtime.train.config import RESUME_LATEST, TOP_K_NAMES, Config, claim_run_dir
 from moe_runtime.train.data.cache import PreparedData
 from moe_runtime.train.data.sampler import Sampler
 from moe_runtime.train.data.tokens import Batch, TokenSplit
@@ -87,12 +86,8 @@ def run(config: Config, launch: Launch, hf_config: Any, data: PreparedData) -> P
 def _prepare(config: Config, launch: Launch, hf_config: Any, data: PreparedData, device: torch.device) -> _Run:
     torch.manual_seed(config.run.seed + launch.rank)
     folder = Path(_from_first_rank(str(claim_run_dir(config)) if launch.is_main else ""))
-    source = _checkpoint_to_resume(config, folder)
     trainee = build(config, hf_config, device)
-    first_step = 0
-    if source is not None:
-        first_step = checkpoint.load(source, trainee.model, trainee.optimizer)["step"]
-        _LOGGER.info("resumed after step %d from %s", first_step, source)
+    first_step = _resume(config, folder, trainee)
     if launch.is_main:
         saved = replace(config, run=replace(config.run, dir=str(folder), resume=""))
         (folder / "config.toml").write_text(to_toml(saved))
@@ -214,16 +209,17 @@ def _save(run: _Run, done: int) -> None:
     _LOGGER.info("checkpoint %s", path)
 
 
-def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
+def _resume(config: Config, folder: Path, trainee: Trainee) -> int:
+    """Load what the configuration resumes, if anything; the number of steps done."""
     if not config.run.resume:
-        return None
-    source = folder if config.run.resume == "latest" else Path(config.run.resume)
+        return 0
+    source = folder if config.run.resume == RESUME_LATEST else Path(config.run.resume)
     if (source / "manifest.json").is_file():
-        return source
-    found = checkpoint.latest(source / "checkpoints")
-    if found is None:
-        raise CheckpointError(f"nothing to resume: {source / 'checkpoints'} holds no whole checkpoint")
-    return found
+        facts = checkpoint.load(source, trainee.model, trainee.optimizer)
+    else:
+        source, facts = checkpoint.load_latest(source / "checkpoints", trainee.model, trainee.optimizer)
+    _LOGGER.info("resumed after step %d from %s", facts["step"], source)
+    return facts["step"]
 
 
 def hf_top_k(hf_config: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 from parallel_cases import load, load_other_model, save
 
 from moe_runtime import checkpoint
-from moe_runtime.checkpoint import store
+from moe_runtime.checkpoint import files
 from moe_runtime.core.errors import CheckpointError
 from moe_runtime.testing.ranks import RankPool
 
@@ -97,7 +97,7 @@ def test_failed_save_leaves_earlier_checkpoints_and_no_part(saved: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_publish", full)
+    monkeypatch.setattr(files, "publish", full)
     with pytest.raises(CheckpointError, match=r"could not be written to .*: .*No space left on device"):
         save(str(saved), "none", 1, False)
     assert sorted(path.name for path in saved.iterdir()) == ["step-000002"]
