@@ -1,4 +1,4 @@
-"""The command line: `python -m moe_runtime {train,doctor}`.
+"""The command line: `python -m moe_runtime {train,convert,doctor}`.
 
 Start-up is light: this module parses arguments and knows nothing of torch. What a command does is in the module of its
 name, imported by `lazy.load` when the command runs, so that `--help` and a misspelt option answer at once.
@@ -40,6 +40,7 @@ def _app() -> "typer.Typer":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Train grouped mixtures of experts.")
     app.callback()(_root)
     app.command("train", cls=_TrainCommand)(train_command)
+    app.command("convert")(convert_command)
     app.command("doctor")(doctor_command)
     return app
 
@@ -88,6 +89,47 @@ def train_command(
 ) -> int:
     """Train the model that CONFIG describes. Under torchrun, srun or mpirun every rank runs this same command."""
     return lazy.load("train").train(config, overrides or [], resume)
+
+
+def convert_command(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A Hugging Face folder, a run's folder, or one of its checkpoints.")
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder.")],
+    style: Annotated[
+        str,
+        typer.Option(metavar="STYLE", help="Names of experts: per_expert (any transformers) or fused (5 and later)."),
+    ] = "per_expert",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; as they are.")] = "",
+    shard_gb: Annotated[float, typer.Option(metavar="GB", help="Largest size of a file.")] = 5.0,
+    upcycle: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Make a mixture of experts of a dense model: granularity, expansion, top_k, router_std, seed.",
+        ),
+    ] = "",
+    config: Annotated[
+        str, typer.Option(metavar="FILE", help="Make DST a run of this TOML file with SRC's weights at step 0.")
+    ] = "",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX", help="Tensors that may be left out because the other side has no place for them."
+        ),
+    ] = None,
+) -> int:
+    """Convert between Hugging Face folders and checkpoints of runs; prints the folder that was written."""
+    return lazy.load("convert").convert(
+        source,
+        destination,
+        style=style,
+        dtype=dtype,
+        shard_gb=shard_gb,
+        upcycle=upcycle,
+        config=config,
+        ignore=ignore or [],
+    )
 
 
 def doctor_command() -> int:

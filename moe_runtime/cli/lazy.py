@@ -7,7 +7,12 @@ import importlib
 import sys
 from types import ModuleType
 
-_MODULES = {"train": "moe_runtime.cli.train", "job": "moe_runtime.cli.job", "doctor": "moe_runtime.cli.doctor"}
+_MODULES = {
+    "train": "moe_runtime.cli.train",
+    "job": "moe_runtime.cli.job",
+    "doctor": "moe_runtime.cli.doctor",
+    "convert": "moe_runtime.cli.convert",
+}
 
 
 def load(name: str) -> ModuleType:

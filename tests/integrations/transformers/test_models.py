@@ -4,65 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import ARCHITECTURES, COMMON, config_of
 from torch import Tensor, nn
 
 from moe_runtime.core.errors import ConfigError, UnsupportedError
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.nn import Router
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-DEEPSEEK: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-LINEAR_ATTENTION: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 8,
-}
-# Expert width 20 and model width 32: an orientation guessed from sizes would show.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 6, "intermediate_size": 20, "num_experts_per_tok": 2},
-    "qwen2_moe": {"num_experts": 6, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 20, "head_dim": 8, "num_experts_per_tok": 2},
-    "qwen3_next": {"num_experts": 6, "moe_intermediate_size": 20, "num_experts_per_tok": 2, **LINEAR_ATTENTION},
-    "olmoe": {"num_experts": 6, "intermediate_size": 20, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "n_routed_experts": 6,
-        "moe_intermediate_size": 20,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        **DEEPSEEK,
-    },
-    "glm4_moe": {
-        "n_routed_experts": 6,
-        "moe_intermediate_size": 20,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "head_dim": 8,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "granitemoe": {"num_local_experts": 6, "intermediate_size": 20, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 6, "intermediate_size": 20, "num_experts_per_tok": 2, "head_dim": 8},
-}
 
 # Worst relative norm of a difference seen over these models, fp32: 4e-7 in logits, 3e-6 in gradients, but for two that
 # sum thousands of terms that cancel: 2.5e-5.
@@ -71,12 +18,8 @@ GRADIENT_TOLERANCE = 1e-5
 CANCELING = {"linear_attn.dt_bias": 7e-5, "linear_attn.A_log": 7e-5}
 
 
-def _config(name: str) -> Any:
-    return hf.load_config(model_type=name, fields={**COMMON, **ARCHITECTURES[name]})
-
-
 def _build(name: str, **options: Any) -> nn.Module:
-    model = hf.build(_config(name), **options)
+    model = hf.build(config_of(name), **options)
     hf.initialize(model, seed=7, device=torch.device("cpu"))
     # Zero-initialized parameters would hide what they multiply.
     with torch.no_grad():
@@ -88,7 +31,8 @@ def _build(name: str, **options: Any) -> nn.Module:
 
 def _eager(name: str) -> nn.Module:
     model = _build(name, experts_backend="hf")
-    model.set_experts_implementation("eager")  # pyright: ignore[reportCallIssue]
+    if name != "llama4_text":  # has but one
+        model.set_experts_implementation("eager")  # pyright: ignore[reportCallIssue]
     return model
 
 
@@ -113,11 +57,11 @@ def _as_theirs(gradients: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
     """Our gradients under Hugging Face's names and orientations."""
     renamed = dict(gradients)
     for name in hf.experts_modules(model):
-        source = model.__dict__["initialization_template"].get_submodule(name)
-        for ours, key in (("gate_up", "gate_up_proj" if source.has_gate else "up_proj"), ("down", "down_proj")):
+        layout = hf.experts_layout(model.__dict__["initialization_template"].get_submodule(name))
+        for ours, key in (("gate_up", layout.up_name), ("down", "down_proj")):
             weight = renamed.pop(f"{name}.experts.{ours}.weight")
-            renamed[f"{name}.{key}"] = weight.transpose(1, 2) if source.is_transposed else weight
-            if source.has_bias:
+            renamed[f"{name}.{key}"] = weight.transpose(1, 2) if layout.is_transposed else weight
+            if layout.has_bias:
                 renamed[f"{name}.{key}_bias"] = renamed.pop(f"{name}.experts.{ours}.bias")
     return renamed
 
@@ -144,9 +88,9 @@ def test_logits_and_every_gradient_equal_hugging_faces(name: str, discrete: bool
 
 def test_initialization_depends_on_seed_and_name_only() -> None:
     first, again, other = (
-        hf.build(_config("qwen3_moe")),
-        hf.build(_config("qwen3_moe")),
-        hf.build(_config("qwen3_moe"), balance_bias=True),
+        hf.build(config_of("qwen3_moe")),
+        hf.build(config_of("qwen3_moe")),
+        hf.build(config_of("qwen3_moe"), balance_bias=True),
     )
     torch.manual_seed(1)
     hf.initialize(first, seed=3, device=torch.device("cpu"))
@@ -166,7 +110,7 @@ def test_initialization_depends_on_seed_and_name_only() -> None:
 
 
 def test_real_tensors_are_left_as_they_are() -> None:
-    model = hf.build(_config("qwen3_moe"))
+    model = hf.build(config_of("qwen3_moe"))
     model.register_buffer("zeros", torch.zeros(3))
     model.model.norm.weight = nn.Parameter(torch.full((32,), 5.0))
     hf.initialize(model, seed=0, device=torch.device("cpu"))
@@ -190,7 +134,7 @@ def test_recorder_counts_each_forward_once_under_checkpointing() -> None:
 
 
 def test_biased_router_takes_the_place_of_a_softmax_router() -> None:
-    model = hf.build(_config("mixtral"), balance_bias=True)
+    model = hf.build(config_of("mixtral"), balance_bias=True)
     hf.initialize(model, seed=7, device=torch.device("cpu"))
     routers = hf.router_modules(model)
     assert len(routers) == 2 and all(isinstance(router, Router) for router in routers.values())
@@ -203,7 +147,7 @@ def test_biased_router_takes_the_place_of_a_softmax_router() -> None:
 
 
 def test_deepseeks_own_bias_is_found() -> None:
-    model = hf.build(_config("deepseek_v3"), balance_bias=True)
+    model = hf.build(config_of("deepseek_v3"), balance_bias=True)
     hf.initialize(model, seed=7, device=torch.device("cpu"))
     biases = hf.selection_biases(model)
     assert len(biases) == 1 and biases[0].shape == (6,)
@@ -211,7 +155,7 @@ def test_deepseeks_own_bias_is_found() -> None:
 
 def test_what_cannot_be_replaced_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"GptOssTopKRouter has none .* use router.aux_loss_coefficient"):
-        hf.build(_config("gpt_oss"), balance_bias=True)
+        hf.build(config_of("gpt_oss"), balance_bias=True)
     with pytest.raises(UnsupportedError, match="no mixture of experts is made of a 'llama' config"):
         hf.build(hf.load_config(model_type="llama", fields=COMMON))
     with pytest.raises(UnsupportedError, match=r"activation must be one of .*; got 'tanh'"):
@@ -223,6 +167,18 @@ def test_configs_that_transformers_refuses_are_one_sentence(tmp_path: Any) -> No
         hf.load_config(model_type="qwen3_mo")
     with pytest.raises(ConfigError, match=r"\[model\] does not make a config of 'qwen3_moe'"):
         hf.load_config(model_type="qwen3_moe", fields={"num_experts": "many"})
-    _config("qwen3_moe").save_pretrained(tmp_path)
+    config_of("qwen3_moe").save_pretrained(tmp_path)
     loaded = hf.load_config(config_file=str(tmp_path / "config.json"), fields={"num_hidden_layers": 1})
     assert (loaded.hidden_size, loaded.num_hidden_layers) == (32, 1)
+
+
+def test_llama4s_choices_are_recorded_though_its_own_experts_are_not_told_them() -> None:
+    chosen = []
+    for backend in ("grouped", "hf"):
+        model = _build("llama4_text", experts_backend=backend)
+        recorder = hf.RoutingRecorder(model)
+        with recorder.recording():
+            model(input_ids=torch.arange(16).view(1, 16), use_cache=False)
+        assert len(recorder.ids_TK) == len(recorder.logits_TE) == 2
+        chosen.append(torch.stack(recorder.ids_TK))
+    assert torch.equal(*chosen) and chosen[0].shape == (2, 16, 2)
