@@ -21,9 +21,13 @@ _HOW_TO_BUILD = "build it with g++ and: pip install --no-build-isolation -e . (o
 
 
 class Problem(NamedTuple):
-    """What is asked: the tensors that decide who can run it, the one that names device and dtype first."""
+    """What is asked: the tensors that decide who can run it, the one that names device and dtype first.
+
+    layout  of a gated and a linear half, where the op has them
+    """
 
     tensors: tuple[Tensor, ...]
+    layout: str = "concatenated"
 
 
 def never_refuses(problem: Problem) -> None:

@@ -2,7 +2,17 @@
 
 import torch
 
-from moe_runtime.kernels import combine, dequantize, grouped_gemm, permute, quantize, swiglu, topk
+from moe_runtime.kernels import (
+    combine,
+    dequantize,
+    gemm_dact,
+    gemm_gather_act,
+    grouped_gemm,
+    permute,
+    quantize,
+    swiglu,
+    topk,
+)
 from moe_runtime.kernels.select import Selection
 
 TABLES = (
@@ -11,6 +21,8 @@ TABLES = (
     combine.TABLE,
     swiglu.TABLE,
     grouped_gemm.TABLE,
+    gemm_gather_act.TABLE,
+    gemm_dact.TABLE,
     quantize.TABLE,
     dequantize.TABLE,
     topk.TABLE,

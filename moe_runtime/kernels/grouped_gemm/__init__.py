@@ -36,7 +36,7 @@ def _widths(problem: Problem) -> tuple[int, ...]:
 TABLE = Table(
     "grouped_gemm",
     (
-        _hopper.on_cuda(_CUDA, _widths),
+        _hopper.on_cuda(_CUDA, _widths, _hopper.loses_to_torch),
         Backend("torch", _torch.refuses, _torch),
         _hopper.on_triton(_TRITON, _widths),
         reference(_reference),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm._cuda_engine import (
     GROUP,
+    GROUP_OF_EXPERT,
     TILE_K,
     TILE_M,
     TILE_N,
@@ -73,7 +74,7 @@ def ragged_k_gemm_tn(
     x_index_R: Tensor | None = None,
     into_EFD: Tensor | None = None,
     accumulate: bool = False,
-    group: int = GROUP,
+    group: int | None = None,
 ) -> Tensor:
     """dw[e] = dy[rows of e].T @ x[rows of e], rows of one of the two through an index where given"""
     num_experts, out, width = ends_E.shape[0], dy.shape[1], x.shape[1]
@@ -119,7 +120,7 @@ def ragged_k_gemm_tn(
             rows=num_rows,
             width=width,
             height=out,
-            group=group,
+            group=group or (GROUP_OF_EXPERT if gather == Gather.NONE else GROUP),
         ),
     )
     return dw_EFD

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
-GROUP = 8  # row tiles side by side
+# Row tiles side by side, so that both operands stay in L2. From an H200: many for rows of one weight.
+GROUP, GROUP_OF_EXPERT = 32, 8
 _STAGES = 4
 _SHARED_BYTES = _STAGES * (TILE_M + TILE_N) * TILE_K * 2 + 1024
 _THREADS = 384
@@ -26,7 +27,8 @@ _ACCUMULATORS = 128  # of a thread: 64 rows of 256 columns over a warpgroup
 _BFLOAT16, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS_OUTSIDE = 9, 0, 3, 3, 0  # of the driver's tensor maps
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_ALIGNMENT = 64
-_MAX_INT, _RAGGED_ROWS, _RAGGED_SPAN = 0x7FFF0000, 2**30, 2**34
+_MAX_INT, _RAGGED_ROWS = 0x7FFF0000, 2**30
+RAGGED_SPAN_BYTES = 2**35  # 2^30 of these are 2^65: they vanish from an address
 
 
 class Mode:
@@ -115,7 +117,7 @@ def ragged_map(values_RC: Tensor, box: Sequence[int]) -> TensorMap:
     """
     row_bytes = values_RC.shape[1] * values_RC.element_size()
     shape = [values_RC.shape[1], _RAGGED_ROWS, _MAX_INT, _MAX_INT]
-    strides = [row_bytes, row_bytes, _RAGGED_SPAN * values_RC.element_size() - row_bytes]
+    strides = [row_bytes, row_bytes, RAGGED_SPAN_BYTES - row_bytes]
     return _encode(values_RC, shape, strides, [*reversed(box), 1, 1])
 
 
@@ -182,11 +184,7 @@ def _kernel(variant: Variant, device: int) -> ctypes.c_void_p:
 @functools.cache
 def _cubin(variant: Variant) -> bytes:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    source = "".join(
-        files("moe_runtime.kernels.grouped_gemm").joinpath(name).read_text() for name in ("hopper_ptx.cuh", "hopper.cu")
-    )
-    source = source.replace("//@WGMMA@", _wgmma())
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"hopper.cu", 0, None, None):
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"hopper.cu", 0, None, None):
         raise RuntimeError("NVRTC cannot take hopper.cu")
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17", *(option.encode() for option in variant.options())]
     if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
@@ -197,6 +195,13 @@ def _cubin(variant: Variant) -> bytes:
     nvrtc.nvrtcGetCUBIN(program, code)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return code.raw
+
+
+def source() -> str:
+    """What NVRTC compiles."""
+    folder = files("moe_runtime.kernels.grouped_gemm")
+    text = "".join(folder.joinpath(name).read_text() for name in ("hopper_ptx.cuh", "hopper.cu"))
+    return text.replace("//@WGMMA@", _wgmma())
 
 
 def _log(nvrtc: ctypes.CDLL, program: ctypes.c_void_p) -> str:

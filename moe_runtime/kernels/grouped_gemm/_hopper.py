@@ -6,13 +6,17 @@ from typing import Any
 import torch
 
 from moe_runtime.kernels.grouped_gemm import _cuda_engine
-from moe_runtime.kernels.select import Backend, Problem, triton
+from moe_runtime.kernels.select import Backend, Problem, never_refuses, triton
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 _ALIGNMENT_BYTES = 16
 _MAX_ROWS = 2**30  # a ragged descriptor counts rows down from here
 _MIN_CAPABILITY = (9, 0)  # the first with a copy engine for tiles
+# From an H200: where torch's pairs of blocks, which share what they read of a weight, win by up to 1.16.
+_LARGE_WEIGHT_BYTES, _FEW_ROWS = 32_000_000, 4096
+
+_UNTRACEABLE = "describes operands to the copy engine on the host, which cannot be traced"
 
 Widths = Callable[[Problem], tuple[int, ...]]
 
@@ -22,6 +26,8 @@ def on_triton(run: Any | None, widths: Widths) -> Backend:
     base = triton(run, *DTYPES)
 
     def refuses(problem: Problem) -> str | None:
+        if torch.compiler.is_compiling():
+            return _UNTRACEABLE
         reason = base.refuses(problem) or _refuses_sizes(problem, widths(problem))
         if reason is not None:
             return reason
@@ -31,15 +37,30 @@ def on_triton(run: Any | None, widths: Widths) -> Backend:
     return Backend(base.name, refuses, run, base.device)
 
 
-def on_cuda(run: Any | None, widths: Widths) -> Backend:
-    """The backend of hopper.cu, for the same operands in bfloat16."""
+def loses_to_torch(problem: Problem) -> str | None:
+    """Why a product of rows with these weights is left to torch's grouped_mm, or None."""
+    rows, weights = problem.tensors
+    if weights.dim() != 3 or not weights.shape[0]:
+        return None
+    num_bytes = weights.shape[1] * weights.shape[2] * weights.element_size()
+    num_rows = rows.shape[0] // weights.shape[0]
+    if num_bytes < _LARGE_WEIGHT_BYTES or num_rows >= _FEW_ROWS:
+        return None
+    # Without the number of rows: it changes, and each text is logged once.
+    return f"slower than grouped_mm for under {_FEW_ROWS} rows an expert and {num_bytes / 1e6:.0f} MB of its weight"
+
+
+def on_cuda(run: Any | None, widths: Widths, loses: Callable[[Problem], str | None] = never_refuses) -> Backend:
+    """The backend of hopper.cu, for the same operands in bfloat16, but where it loses."""
     base = triton(run, torch.bfloat16)  # its tables of tiles are Triton's work
 
     def refuses(problem: Problem) -> str | None:
         if torch.compiler.is_compiling():
-            return "cannot be traced"
+            return _UNTRACEABLE
+        if problem.layout != "concatenated":
+            return f"takes concatenated halves, got {problem.layout} ones"
         reason = base.refuses(problem) or _refuses_sizes(problem, widths(problem))
-        return reason or _cuda_engine.missing(problem.tensors[0].device.index)
+        return reason or _cuda_engine.missing(problem.tensors[0].device.index) or loses(problem)
 
     return Backend("cuda", refuses, run, base.device)
 

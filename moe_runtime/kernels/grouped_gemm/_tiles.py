@@ -1,23 +1,32 @@
-"""Which tile each shape class gets, as measured on an H200. Data, not search: nothing is tuned at run time."""
+"""Which tile of the Triton kernels each shape class gets, as measured on an H200. Data, not search.
+
+The wide tile wins where the contraction is long enough to hide that it leaves one program on a multiprocessor.
+"""
 
 from moe_runtime.kernels.grouped_gemm._triton_tiles import Tile
 
+_LONG = 4096  # depth of a contraction, or rows of an expert where rows are contracted
 
-def ragged_m(num_rows: int, num_experts: int, width: int, depth: int) -> Tile:
-    """For `num_rows` rows over `num_experts` experts, each row a product of `depth` with `width` columns."""
-    return Tile(rows=128, columns=256, stages=4)
-
-
-def ragged_k(num_rows: int, num_experts: int, out: int, width: int) -> Tile:
-    """For dw (E, out, width) contracted over `num_rows` rows."""
-    return Tile(rows=128, columns=256, stages=4)
+_WIDE = Tile(rows=128, columns=256, stages=4)
+_NARROW = Tile(rows=128, columns=128, warps=4)
+_NARROW_EPILOGUE = Tile(rows=128, columns=128)  # twice the threads: h and the results beside da in registers
 
 
-def gather_act(num_rows: int, num_experts: int, width: int, depth: int, *, gathered: bool) -> Tile:
-    """For h (R, 2 width) and a (R, width), `columns` of h a tile; `gathered` rows come by index."""
-    return Tile(rows=128, columns=256, stages=4)
+def ragged_m(depth: int) -> Tile:
+    """For rows that are products of `depth` each."""
+    return _WIDE if depth >= _LONG else _NARROW
 
 
-def dact(num_rows: int, num_experts: int, width: int, depth: int, *, gathered: bool) -> Tile:
-    """For da (R, width) of `depth` products each; `gathered` rows come by index."""
-    return Tile(rows=128, columns=128, warps=4, stages=3)
+def ragged_k(num_rows: int, num_experts: int) -> Tile:
+    """For weight gradients contracted over `num_rows` rows of `num_experts` experts together."""
+    return _WIDE if num_rows >= _LONG * num_experts else _NARROW
+
+
+def gather_act(depth: int, *, gathered: bool) -> Tile:
+    """For h and a, `columns` of h a tile; `gathered` rows come by index."""
+    return _WIDE if gathered or depth >= _LONG else _NARROW
+
+
+def dact() -> Tile:
+    """For da and what is made of it."""
+    return _NARROW_EPILOGUE

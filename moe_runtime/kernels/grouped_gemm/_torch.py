@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from moe_runtime.kernels.grouped_gemm._operands import ALIGNMENT_BYTES, dense
 from moe_runtime.kernels.select import Problem, triton_missing
 
 if triton_missing() is None:
@@ -20,7 +21,6 @@ else:
     _zero_tail_on_gpu = None
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT_BYTES = 16
 
 
 def refuses(problem: Problem) -> str | None:
@@ -31,36 +31,24 @@ def refuses(problem: Problem) -> str | None:
     if a.device.type == "cuda" and a.dtype != torch.bfloat16:
         return f"grouped_mm on CUDA takes bfloat16, got {a.dtype}"
     for columns in (a.shape[-1], b.shape[-1]):
-        if columns * a.element_size() % _ALIGNMENT_BYTES:
+        if columns * a.element_size() % ALIGNMENT_BYTES:
             return f"rows must be whole multiples of 16 bytes, got {columns} columns of {a.dtype}"
     return None
 
 
 def ragged_m_gemm_nt(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """y[r] = x[r] @ w[e(r)].T"""
-    return _zero_tail(grouped_mm(_dense(x_RD), _dense(w_EFD).transpose(1, 2), offs=ends_E), ends_E)
+    return _zero_tail(grouped_mm(dense(x_RD), dense(w_EFD).transpose(1, 2), offs=ends_E), ends_E)
 
 
 def ragged_m_gemm_nn(dy_RF: Tensor, w_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """dx[r] = dy[r] @ w[e(r)]"""
-    return _zero_tail(grouped_mm(_dense(dy_RF), _dense(w_EFD), offs=ends_E), ends_E)
+    return _zero_tail(grouped_mm(dense(dy_RF), dense(w_EFD), offs=ends_E), ends_E)
 
 
 def ragged_k_gemm_tn(dy_RF: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     """dw[e] = dy[rows of e].T @ x[rows of e]"""
-    return grouped_mm(_dense(dy_RF).T, _dense(x_RD), offs=ends_E)
-
-
-def _dense(operand: Tensor) -> Tensor:
-    """The operand with whole rows in memory at an aligned address: what grouped_mm reads."""
-    # `contiguous()` would keep any stride of a dimension of size 0 or 1; grouped_mm reads them all the same.
-    expected, canonical = 1, True
-    for size, stride in zip(reversed(operand.shape), reversed(operand.stride()), strict=True):
-        canonical = canonical and stride == expected
-        expected *= max(size, 1)
-    if canonical and operand.data_ptr() % _ALIGNMENT_BYTES == 0:
-        return operand
-    return torch.empty(operand.shape, dtype=operand.dtype, device=operand.device).copy_(operand)
+    return grouped_mm(dense(dy_RF).T, dense(x_RD), offs=ends_E)
 
 
 def _zero_tail(y_RF: Tensor, ends_E: Tensor) -> Tensor:

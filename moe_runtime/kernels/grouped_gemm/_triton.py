@@ -46,7 +46,7 @@ def _ragged_m(a_RK: Tensor, w: Tensor, ends_E: Tensor, *, transposed: bool, tile
         return y_RC
     if not num_experts or not depth:
         return y_RC.zero_()
-    tile = tile or _tiles.ragged_m(num_rows, num_experts, width, depth)
+    tile = tile or _tiles.ragged_m(depth)
     table_3N = row_tiles(ends_E.contiguous(), num_rows, tile.rows)
     block = [1, tile.columns, tile.depth] if transposed else [1, tile.depth, tile.columns]
     num_m, num_c = table_3N.shape[1], num_blocks(width, tile.columns)
@@ -85,7 +85,7 @@ def ragged_k_gemm_tn(
         return dw_EFD
     if not num_rows:
         return dw_EFD if accumulate else dw_EFD.zero_()
-    tile = tile or _tiles.ragged_k(num_rows, num_experts, out, width)
+    tile = tile or _tiles.ragged_k(num_rows, num_experts)
     dy_RF, x_RD, ends_E = dense(dy_RF), dense(x_RD), ends_E.contiguous()
     num_m, num_c = num_blocks(out, tile.rows), num_blocks(width, tile.columns)
     _ragged_k_kernel[(num_experts * num_m * num_c,)](
