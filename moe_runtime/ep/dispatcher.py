@@ -49,12 +49,15 @@ class LocalDispatcher:
     num_experts: int
     capacity: Capacity | None = None
 
+    def plan(self, ids_TK: Tensor, gates_TK: Tensor) -> tuple[DispatchPlan, Tensor]:
+        """Where each slot goes, and each row's routing weight (R,): all that a product needs that gathers by itself."""
+        local = route_within(ids_TK, gates_TK, self.num_experts, self.capacity)
+        return DispatchPlan(local=local), gather_gates(gates_TK, local)
+
     def start(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Dispatched:
         """Rows sorted by expert; ids of -1 and what is over capacity are dropped."""
-        local = route_within(ids_TK, gates_TK, self.num_experts, self.capacity)
-        return Dispatched(
-            x_RD=gather(x_TD, local), gate_R=gather_gates(gates_TK, local), plan=DispatchPlan(local=local)
-        )
+        plan, gate_R = self.plan(ids_TK, gates_TK)
+        return Dispatched(x_RD=gather(x_TD, plan.local), gate_R=gate_R, plan=plan)
 
     def wait(self, pending: Dispatched) -> Dispatched:
         """Nothing is under way."""

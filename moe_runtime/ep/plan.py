@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_runtime.ep.capacity import PaddedRoute
@@ -28,3 +29,10 @@ class DispatchPlan:
     def ends_E(self) -> Tensor:
         """End row of each local expert in the rows handed to the experts, int32 (E,)."""
         return (self.received or self.local).ends_E
+
+    @property
+    def token_R(self) -> Tensor:
+        """The token of each local row, int32 (R,). A padded route, some of whose rows have none, has no such list."""
+        assert isinstance(self.local, Route)
+        top_k = max(self.local.row_TK.shape[1], 1)
+        return (self.local.slot_R // top_k).to(torch.int32)

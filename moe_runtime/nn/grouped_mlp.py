@@ -1,15 +1,16 @@
 """GroupedMLP: up-projection, activation, down-projection for E experts at once."""
 
-# R routed rows   D model width   F expert width   E local experts
+# T tokens   R routed rows   D model width   F expert width   E local experts
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.functional import Activation, HeldWeight, Layout, activate, check_activation
+from moe_runtime.functional import Activation, HeldWeight, Layout, TokenRows, activate, check_activation, moe_mlp
 from moe_runtime.functional.activation import UNGATED
 from moe_runtime.nn.grouped_linear import GroupedLinear
+from moe_runtime.tensor import QuantizedTensor
 
 
 class GroupedMLP(nn.Module):
@@ -74,10 +75,32 @@ class GroupedMLP(nn.Module):
         weights: tuple[HeldWeight, HeldWeight] | None = None,
     ) -> Tensor:
         """The experts for rows whose ends are known, with weights that `take_weights` gave earlier in this forward."""
-        gate_up, down = weights or self.take_weights()
+        gate_up, down = weights = weights or self.take_weights()
+        if self.is_one_function(weights):
+            return moe_mlp(x_RD, gate_R, ends_E, gate_up, down, layout=self.gate_up_layout)
         h_RH = self.gate_up.forward_ends(x_RD, ends_E, held=gate_up)
         a_RF = activate(h_RH, gate_R, activation=self.activation, layout=self.gate_up_layout)
         return self.down.forward_ends(a_RF, ends_E, gate_R, held=down)
+
+    def forward_tokens(
+        self,
+        x_TD: Tensor,
+        gate_R: Tensor,
+        ends_E: Tensor,
+        tokens: TokenRows,
+        weights: tuple[HeldWeight, HeldWeight],
+    ) -> Tensor:
+        """(T, D) tokens -> (T, D), the sum of each token's rows; for weights of which `is_one_function` is true."""
+        gate_up, down = weights
+        return moe_mlp(x_TD, gate_R, ends_E, gate_up, down, tokens=tokens, layout=self.gate_up_layout)
+
+    def is_one_function(self, weights: tuple[HeldWeight, HeldWeight]) -> bool:
+        """Whether `functional.moe_mlp` computes these experts: SwiGLU, no bias, products in high precision."""
+        return (
+            self.activation == "swiglu"
+            and not self.gate_up.use_bias
+            and not any(held.recipe.quantizes or isinstance(held.value, QuantizedTensor) for held in weights)
+        )
 
     def keep_experts(self, start: int, stop: int) -> None:
         """Drop every expert but start <= e < stop."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_runtime.ep import AllToAllDispatcher, Capacity, Dispatcher, LocalDispatcher
-from moe_runtime.functional import Activation, Layout, check_activation
+from moe_runtime.functional import Activation, HeldWeight, Layout, TokenRows, check_activation
 from moe_runtime.nn.grouped_mlp import GroupedMLP
 
 
@@ -89,6 +89,9 @@ class RoutedExperts(nn.Module):
         # A late weight gradient runs in backward between launching the exchange and waiting for it; with none, last.
         exchanges = isinstance(self.dispatcher, AllToAllDispatcher)
         weights = None if exchanges else self.experts.take_weights()
+        if weights is not None and self._rows_stay_inside(weights):
+            out_TD = self._forward_tokens(x_TD, ids_TK, gates_TK, weights)
+            return out_TD if beside is None else out_TD + beside()
         pending = self.dispatcher.start(x_TD, ids_TK, gates_TK)
         added_TD = None if beside is None else beside()
         weights = weights or self.experts.take_weights()
@@ -99,6 +102,19 @@ class RoutedExperts(nn.Module):
         y_RD = self.experts.forward_ends(x_RD, rows.plan.ends_E, gate_R, weights)
         out_TD = self.dispatcher.combine(y_RD, rows.plan)
         return out_TD if added_TD is None else out_TD + added_TD
+
+    def _rows_stay_inside(self, weights: tuple[HeldWeight, HeldWeight]) -> bool:
+        """Whether one function goes from tokens to tokens, so that no row in expert order is written to memory."""
+        padded = self.config.capacity is not None and self.config.capacity.pad
+        return self.config.gates_on == "output" and not padded and self.experts.is_one_function(weights)
+
+    def _forward_tokens(
+        self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, weights: tuple[HeldWeight, HeldWeight]
+    ) -> Tensor:
+        assert isinstance(self.dispatcher, LocalDispatcher)
+        plan, gate_R = self.dispatcher.plan(ids_TK, gates_TK)
+        tokens = TokenRows(plan.token_R, plan.local.row_TK)
+        return self.experts.forward_tokens(x_TD, gate_R, plan.ends_E, tokens, weights)
 
     def shard_experts(self, group: dist.ProcessGroup) -> None:
         """Keep this rank's slice of the experts, in id order over `group`, and exchange tokens from now on."""

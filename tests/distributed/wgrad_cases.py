@@ -4,9 +4,11 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -501,9 +503,7 @@ def _unmarked(model: nn.Module) -> list[str]:
 def event_order(schedule: str) -> list[str]:
     """Exchanges and GEMMs of one backward through RoutedExperts, in the order they happen, on two ranks."""
     events: list[str] = []
-    launch, finish = Exchange.launch, Exchange.finish
-    layer = sys.modules["moe_runtime.functional.grouped_linear"]
-    wgrad, dgrad = layer.ragged_k_gemm_tn, layer.ragged_m_gemm_nn
+    experts = sys.modules["moe_runtime.functional.moe_mlp"]
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -520,14 +520,17 @@ def event_order(schedule: str) -> list[str]:
     coordinator = mr.WgradCoordinator(schedule).attach(module)  # pyright: ignore[reportArgumentType]
     x_TD = torch.randn(4, 8, requires_grad=True)
     out_TD = module(x_TD, torch.tensor([[0, 1]] * 4), torch.rand(4, 2, requires_grad=True))
-    Exchange.launch, Exchange.finish = recorded("launch", launch), recorded("wait", finish)  # pyright: ignore
-    layer.ragged_k_gemm_tn, layer.ragged_m_gemm_nn = recorded("wgrad", wgrad), recorded("dgrad", dgrad)
-    try:
+    with ExitStack() as patched:
+        for owner, attribute, name in (
+            (Exchange, "launch", "launch"),
+            (Exchange, "finish", "wait"),
+            (experts, "ragged_k_gemm_tn", "wgrad"),
+            (experts, "gemm_dact", "dgrad"),
+            (experts, "ragged_m_gemm_nn", "dgrad"),
+        ):
+            patched.enter_context(mock.patch.object(owner, attribute, recorded(name, getattr(owner, attribute))))
         out_TD.sum().backward()
         events.append("end of backward")
         if schedule == "deferred":
             coordinator.flush()
-    finally:
-        Exchange.launch, Exchange.finish = launch, finish  # pyright: ignore
-        layer.ragged_k_gemm_tn, layer.ragged_m_gemm_nn = wgrad, dgrad
     return events

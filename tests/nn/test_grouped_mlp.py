@@ -201,10 +201,10 @@ def saved_bytes(module: mr.GroupedMLP, x_RD: Tensor, splits: Sequence[int], gate
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_bytes_kept_for_backward(dtype: torch.dtype, activation: Activation, gated: bool) -> None:
-    """Per row x (D), h (H) and a (F) in the weights' dtype and the gate (4 bytes); nothing else that grows with R.
+    """Per row x (D) and h (H) in the weights' dtype and the gate (4 bytes); nothing else that grows with R.
 
-    bytes = s * (R * (D + H + F) + weights) + 4 R [with a gate] + 4 E, s bytes an element: ends are int32, H = 2F.
-    relu2 is made of torch operations, which keep fp32 values in place of h: see `relu2_bytes`.
+    bytes = s * (R * (D + H) + weights) + 4 R [with a gate] + 4 E, s bytes an element: ends are int32, H = 2F.
+    relu2 keeps a (F) too, and is made of torch operations, which keep fp32 values in place of h: see `relu2_bytes`.
     """
     module = mlp(dtype=dtype, activation=activation)
     num_rows, size = 32, torch.tensor([], dtype=dtype).element_size()
@@ -212,9 +212,9 @@ def test_bytes_kept_for_backward(dtype: torch.dtype, activation: Activation, gat
     gate_R = torch.rand(num_rows, requires_grad=True) if gated else None
     inner = module.gate_up.out_features
     weights = sum(p.numel() for p in module.parameters())
-    expected = size * (num_rows * (WIDTH + inner + INNER) + weights) + 4 * num_rows * gated + 4 * 4
+    expected = size * (num_rows * (WIDTH + inner) + weights) + 4 * num_rows * gated + 4 * 4
     if activation == "relu2":
-        expected += relu2_bytes(num_rows, dtype, gated)
+        expected += size * num_rows * INNER + relu2_bytes(num_rows, dtype, gated)
     assert sum(saved_bytes(module, x_RD, [20, 0, 10, 2], gate_R).values()) == expected
 
 

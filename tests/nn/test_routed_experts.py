@@ -279,7 +279,7 @@ def test_values_that_do_not_fit() -> None:
         module(x_TD, torch.tensor([[0, 1], [EXPERTS, 0], [0, 0]]), gates_TK)
     with pytest.raises(TypeError, match=r"ids must be int64 or int32, got torch\.float32"):
         module(x_TD, torch.zeros(3, 2), gates_TK)
-    with pytest.raises(ValueError, match=rf"expected rows \(R, {WIDTH}\) .*, got \(6, 5\)"):
+    with pytest.raises(ValueError, match=rf"expected rows \(R, {WIDTH}\) .*, got \(3, 5\)"):
         module(torch.zeros(3, 5), torch.zeros(3, 2, dtype=torch.int64), gates_TK)
 
 

@@ -31,14 +31,21 @@ class Recorded(torch.autograd.Function):
 def events(monkeypatch) -> list[str]:
     """Names of GEMMs of the layer's backward as they run."""
     layer = sys.modules["moe_runtime.functional.grouped_linear"]
+    experts = sys.modules["moe_runtime.functional.moe_mlp"]
     recorded: list[str] = []
 
-    def call(name: str, function: Any, *args: Any) -> Any:
+    def call(name: str, function: Any, *args: Any, **options: Any) -> Any:
         recorded.append(name)
-        return function(*args)
+        return function(*args, **options)
 
-    for name, attribute in (("wgrad", "ragged_k_gemm_tn"), ("dgrad", "ragged_m_gemm_nn")):
-        monkeypatch.setattr(layer, attribute, partial(call, name, getattr(layer, attribute)))
+    for module, name, attribute in (
+        (layer, "wgrad", "ragged_k_gemm_tn"),
+        (layer, "dgrad", "ragged_m_gemm_nn"),
+        (experts, "wgrad", "ragged_k_gemm_tn"),
+        (experts, "dgrad", "gemm_dact"),
+        (experts, "dgrad", "ragged_m_gemm_nn"),
+    ):
+        monkeypatch.setattr(module, attribute, partial(call, name, getattr(module, attribute)))
     return recorded
 
 
