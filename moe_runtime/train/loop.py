@@ -18,6 +18,7 @@ from moe_runtime.train.data.cache import PreparedData
 from moe_runtime.train.data.sampler import Sampler
 from moe_runtime.train.data.tokens import Batch, TokenSplit
 from moe_runtime.train.metrics import MetricsWriter, StepMetrics, max_over_mean, open_wandb
+from moe_runtime.train.phases import PhaseObserver, Phases
 from moe_runtime.train.profiling import profiled
 from moe_runtime.train.setup import Trainee, build, forward_flops_per_token, learning_rate
 from moe_runtime.train.step import Stepper, StepResult
@@ -35,6 +36,7 @@ class _Run:
     folder: Path
     trainee: Trainee
     stepper: Stepper
+    phases: Phases
     first_step: int
     flops_per_token: float
 
@@ -67,9 +69,12 @@ class _Stream:
         ]
 
 
-def run(config: Config, launch: Launch, hf_config: Any, data: PreparedData) -> Path:
+def run(
+    config: Config, launch: Launch, hf_config: Any, data: PreparedData, *, observer: PhaseObserver | None = None
+) -> Path:
     """Train by `config`; returns the run folder. Every rank calls it with the same arguments.
 
+    `observer` hears of every phase on this rank.
     Raises CheckpointError for a checkpoint that cannot be written, read, or that belongs to another model.
     """
     device = local_device(launch)
@@ -78,15 +83,15 @@ def run(config: Config, launch: Launch, hf_config: Any, data: PreparedData) -> P
     if config.parallel.data != "none":
         init_process_group(launch, device_type=device.type, timeout_seconds=config.parallel.timeout_seconds)
     try:
-        return _train(_prepare(config, launch, hf_config, data, device))
+        return _train(_prepare(config, launch, hf_config, data, Phases(observer)))
     finally:
         shutdown()
 
 
-def _prepare(config: Config, launch: Launch, hf_config: Any, data: PreparedData, device: torch.device) -> _Run:
+def _prepare(config: Config, launch: Launch, hf_config: Any, data: PreparedData, phases: Phases) -> _Run:
     torch.manual_seed(config.run.seed + launch.rank)
     folder = Path(_from_first_rank(str(claim_run_dir(config)) if launch.is_main else ""))
-    trainee = build(config, hf_config, device)
+    trainee = build(config, hf_config, local_device(launch))
     first_step = _resume(config, folder, trainee)
     if launch.is_main:
         saved = replace(config, run=replace(config.run, dir=str(folder), resume=""))
@@ -99,7 +104,8 @@ def _prepare(config: Config, launch: Launch, hf_config: Any, data: PreparedData,
         data=data,
         folder=folder,
         trainee=trainee,
-        stepper=Stepper(config, trainee),
+        stepper=Stepper(config, trainee, phases),
+        phases=phases,
         first_step=first_step,
         flops_per_token=3 * forward_flops_per_token(trainee.model, trainee.layout, trainee.num_experts, top_k),
     )
@@ -115,8 +121,11 @@ def _train(run: _Run) -> Path:
     ):
         for step in range(run.first_step, config.train.steps):
             started = time.perf_counter()
+            run.phases.start_step(step + 1)
             lr = learning_rate(config.optim, step, config.train.steps)
-            result = run.stepper.step(stream.batches(step), lr)
+            with run.phases("data"):
+                batches = stream.batches(step)
+            result = run.stepper.step(batches, lr)
             seconds = time.perf_counter() - started
             done = step + 1
             row = _row(run, done, result, lr, seconds, _validation(run, done))
@@ -156,9 +165,10 @@ def _validation(run: _Run, done: int) -> float | None:
     if not every or not (done == 1 or done % every == 0 or done == run.config.train.steps):
         return None
     stream = _stream(run, train=False)
-    return run.stepper.evaluate(
-        [batch for index in range(run.config.train.validation_batches) for batch in stream.batches(index)]
-    )
+    with run.phases("validate"):
+        return run.stepper.evaluate(
+            [batch for index in range(run.config.train.validation_batches) for batch in stream.batches(index)]
+        )
 
 
 def _row(run: _Run, done: int, result: StepResult, lr: float, seconds: float, val_loss: float | None) -> StepMetrics:
@@ -203,9 +213,10 @@ def _metrics(run: _Run) -> MetricsWriter:
 
 def _save(run: _Run, done: int) -> None:
     facts = {"seed": run.config.run.seed, "global_batch_size": run.config.train.global_batch_size}
-    path = checkpoint.save(
-        run.checkpoints, done, run.trainee.model, run.trainee.optimizer, facts, keep=run.config.checkpoint.keep
-    )
+    with run.phases("save"):
+        path = checkpoint.save(
+            run.checkpoints, done, run.trainee.model, run.trainee.optimizer, facts, keep=run.config.checkpoint.keep
+        )
     _LOGGER.info("checkpoint %s", path)
 
 

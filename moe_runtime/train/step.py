@@ -21,6 +21,7 @@ from moe_runtime.parallel import coordinator_of, gradient_sync
 from moe_runtime.precision import autocast
 from moe_runtime.train.config import Config
 from moe_runtime.train.data.tokens import Batch
+from moe_runtime.train.phases import Phases
 from moe_runtime.train.setup import Trainee, recipe_of
 
 
@@ -35,10 +36,11 @@ class StepResult:
 
 
 class Stepper:
-    """Runs steps of one trainee by one configuration."""
+    """Runs steps of one trainee by one configuration; `phases` hears of "forward", "backward" and "optimizer"."""
 
-    def __init__(self, config: Config, trainee: Trainee) -> None:
+    def __init__(self, config: Config, trainee: Trainee, phases: Phases | None = None) -> None:
         self.config, self.trainee = config, trainee
+        self._phases = phases or Phases()
         self._meter = LoadMeter(trainee.num_moe_layers, trainee.num_experts, trainee.device)
         self._recipe = recipe_of(config.recipe)
         self._biases = selection_biases(trainee.inner) if config.router.bias_update_rate > 0 else []
@@ -55,9 +57,15 @@ class Stepper:
                 losses += self._backward(batch, num_tokens)
         coordinator = coordinator_of(trainee.model)
         if coordinator is not None:
-            coordinator.flush()
-        max_norm = config.optim.clip_norm or float("inf")
-        grad_norm = clip_grad_norm_(trainee.model, max_norm)
+            with self._phases("backward"):
+                coordinator.flush()
+        with self._phases("optimizer"):
+            return self._update(losses, lr)
+
+    def _update(self, losses: Tensor, lr: float) -> StepResult:
+        """Clip, step and forget the gradients; `losses` are this rank's parts."""
+        trainee, config = self.trainee, self.config
+        grad_norm = clip_grad_norm_(trainee.model, config.optim.clip_norm or float("inf"))
         for group in trainee.optimizer.param_groups:
             group["lr"] = lr
         trainee.optimizer.step()
@@ -79,15 +87,17 @@ class Stepper:
     def _backward(self, batch: Batch, num_tokens: int) -> Tensor:
         """This rank's part of (loss, auxiliary loss), float64 (2,)."""
         trainee, coefficient = self.trainee, self.config.router.aux_loss_coefficient
-        with trainee.recorder.recording() as routed, autocast(recipe=self._recipe):
-            loss = token_loss(trainee.model, batch, trainee.device) / num_tokens
-        self._meter.add(routed.ids_TK)
-        objective, aux_loss = loss, torch.zeros_like(loss)
-        if coefficient > 0:
-            counts_LE = self._meter.global_counts()
-            aux_loss = load_balancing_loss(routed.logits_TE, counts_LE, num_tokens)
-            objective = loss + coefficient * aux_loss
-        (objective * trainee.layout.data_parallel_size).backward()
+        with self._phases("forward"):
+            with trainee.recorder.recording() as routed, autocast(recipe=self._recipe):
+                loss = token_loss(trainee.model, batch, trainee.device) / num_tokens
+            self._meter.add(routed.ids_TK)
+            objective, aux_loss = loss, torch.zeros_like(loss)
+            if coefficient > 0:
+                counts_LE = self._meter.global_counts()
+                aux_loss = load_balancing_loss(routed.logits_TE, counts_LE, num_tokens)
+                objective = loss + coefficient * aux_loss
+        with self._phases("backward"):
+            (objective * trainee.layout.data_parallel_size).backward()
         return torch.stack([loss.detach(), aux_loss.detach()]).double()
 
     @torch.no_grad()
