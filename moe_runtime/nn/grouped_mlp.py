@@ -16,6 +16,8 @@ from moe_runtime.tensor import QuantizedTensor
 class GroupedMLP(nn.Module):
     """y = down(gate * act(gate_up(x))) per expert; children `gate_up` (D -> 2F, or F ungated) and `down` (F -> D)."""
 
+    linear_class = GroupedLinear  # a framework's protocol may need more of it
+
     def __init__(
         self,
         num_experts: int,
@@ -38,7 +40,7 @@ class GroupedMLP(nn.Module):
         up_features = intermediate_size * (1 if activation in UNGATED else 2)
 
         def linear(in_features: int, out_features: int) -> GroupedLinear:
-            return GroupedLinear(
+            return self.linear_class(
                 num_experts,
                 in_features,
                 out_features,
