@@ -17,6 +17,7 @@ try:
 except ImportError as error:
     raise ImportError("moe_runtime.integrations.transformers needs: pip install 'moe-runtime[train]'") from error
 
+from moe_runtime.integrations.transformers.chat import ChatTokenizer, Sample
 from moe_runtime.integrations.transformers.experts import (
     ExpertsLayout,
     experts_layout,
@@ -30,8 +31,10 @@ from moe_runtime.integrations.transformers.observe import RoutingRecorder, num_e
 
 __all__ = [
     "CONFIG_FILE",
+    "ChatTokenizer",
     "ExpertsLayout",
     "RoutingRecorder",
+    "Sample",
     "UpcycleConfig",
     "build",
     "convert",

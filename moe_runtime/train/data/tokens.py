@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 ENDS_DTYPE = "<i8"
+IGNORED = -100  # the label of a place that is not learned, as torch's cross entropy has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -23,7 +24,8 @@ class Batch:
     """int64 CPU tensors of shape [B, S]. A document mask is read off the positions: a 0 starts a segment.
 
     input_ids_BS     tokens
-    labels_BS        the token after each input; after an end-of-text token, the first one of the next document
+    labels_BS        the token after each input; after an end-of-text token, the first one of the next document.
+                     IGNORED where nothing is to be learned
     position_ids_BS  position in the document, counted from the sequence's start for a document that began before it;
                      0..S-1 without document mask
     """
@@ -57,6 +59,10 @@ class TokenSplit:
     def num_sequences(self, seq_length: int) -> int:
         """(T - 1) // S: sequences do not overlap, and the last token of each needs a next one as its label."""
         return max(self.num_tokens - 1, 0) // seq_length
+
+    def num_labels(self, indices: np.ndarray, seq_length: int) -> int:
+        """Tokens of these sequences that are learned: all."""
+        return len(indices) * seq_length
 
     def sequences(self, indices: np.ndarray, seq_length: int) -> Batch:
         """Sequence i = tokens [i S, (i + 1) S + 1): inputs are all but the last, labels all but the first.
