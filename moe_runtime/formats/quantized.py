@@ -1,6 +1,6 @@
 """One direction of a quantized matrix, or of a stack of them: its tensors, and the format that reads them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ class Quantized:
     def shape(self) -> tuple[int, ...]:
         """The logical shape, (rows, cols) or (E, rows, cols)."""
         return self.format.logical_shape(self.payload.shape, self.direction)
+
+    def member(self, e: int) -> "Quantized":
+        """One of a stack's members; its tensors are views."""
+        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[e]
+        return replace(self, payload=self.payload[e], scale=self.scale[e], tensor_scale=tensor_scale)
 
     @property
     def stored_bytes(self) -> int:

@@ -4,10 +4,10 @@ fprop   y[r]  = Q(x)[r] @ Q(w)[e(r)].T                  rowwise operands
 dgrad   dx[r] = Q(dy)[r] @ Q(w)[e(r)]                   dy rowwise, w columnwise
 wgrad   dw[e] = Q(dy)[rows of e].T @ Q(x)[rows of e]    both columnwise: blocks along the rows
 
-Operands are dequantized to the rows' dtype and multiplied with fp32 accumulation, which is what hardware that has the
-format computes, and what hardware that lacks it computes as well. A recipe's `backward_override` puts the rowwise
-values, or the originals, in the place of dgrad's and wgrad's operands. A weight that is stored quantized is used as it
-is, under a recipe of its format or under none.
+Operands are dequantized to the rows' dtype, the weight inside the product, and multiplied with fp32 accumulation, which
+is what hardware that has the format computes, and what hardware that lacks it computes as well. A recipe's
+`backward_override` puts the rowwise values, or the originals, in the place of dgrad's and wgrad's operands. A weight
+that is stored quantized is used as it is, under a recipe of its format or under none.
 """
 
 # R routed rows   P rows with padding   D in features   F out features   E local experts
@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from moe_runtime.formats import NVFP4, Direction, Float8, Format, Quantized
 from moe_runtime.functional.padding import PaddedRows, padded_rows
 from moe_runtime.kernels.dequantize import dequantize
-from moe_runtime.kernels.grouped_gemm import ragged_k_gemm_tn, ragged_m_gemm_nn, ragged_m_gemm_nt
+from moe_runtime.kernels.gemm_dequant import gemm_dequant_nn, gemm_dequant_nt
+from moe_runtime.kernels.grouped_gemm import ragged_k_gemm_tn, ragged_m_gemm_nn
 from moe_runtime.kernels.quantize import quantize
 from moe_runtime.precision import Recipe
 from moe_runtime.runtime.schedules import WgradSlot
@@ -99,7 +100,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if recipe.quantizes:
             x_row = _rowwise(x_RD, recipe.input, ends_E)
             x_used_RD = dequantize(x_row, x_RD.dtype)
-        y_RF = ragged_m_gemm_nt(x_used_RD, dequantize(row, x_RD.dtype), ends_E)
+        y_RF = gemm_dequant_nt(x_used_RD, row, ends_E)
 
         ctx.slot, ctx.recipe, ctx.seed = slot, recipe, call.seed
         x_kept: Any = None
@@ -129,7 +130,11 @@ class _QuantizedLinear(torch.autograd.Function):
             dy_used_RF = dy_RF
             if recipe.quantized_backward:
                 dy_used_RF = dequantize(_rowwise(dy_RF, recipe.gradient, ends_E, ctx.seed), dtype)
-            dx_RD = ragged_m_gemm_nn(dy_used_RF, _values(w_kept, direction, dtype), ends_E)
+            w = _stored(w_kept, direction)
+            if isinstance(w, Quantized):
+                dx_RD = gemm_dequant_nn(dy_used_RF, w, ends_E)
+            else:
+                dx_RD = ragged_m_gemm_nn(dy_used_RF, w, ends_E)
         if need_dw:
             layout, dy_kept = None, dy_RF
             if recipe.quantized_backward:
@@ -138,7 +143,7 @@ class _QuantizedLinear(torch.autograd.Function):
             ends_E = ends_E if layout is None else layout.ends_E
 
             def wgrad(*, into_EFD: Tensor | None = None, accumulate: bool = False) -> Tensor:
-                dy_PF, x_PD = (_values(kept, "columnwise", dtype) for kept in (dy_kept, x_kept))
+                dy_PF, x_PD = (_values(kept, dtype) for kept in (dy_kept, x_kept))
                 return ragged_k_gemm_tn(dy_PF, x_PD, ends_E, into_EFD=into_EFD, accumulate=accumulate)
 
             operands = (*_tensors(dy_kept), *_tensors(x_kept))
@@ -182,11 +187,17 @@ def _stochastic(fmt: Format) -> bool:
     return isinstance(fmt, NVFP4) and fmt.stochastic_rounding
 
 
-def _values(kept: Any, direction: Any, dtype: torch.dtype) -> Tensor:
-    if isinstance(kept, QuantizedTensor):
-        kept = kept.record(direction)
-        if kept is None:
-            raise RuntimeError(f"the {direction} bytes of a weight were dropped between its forward and its backward")
+def _stored(kept: Any, direction: Any) -> Any:
+    """The record of a weight that was saved as itself; anything else as it is."""
+    if not isinstance(kept, QuantizedTensor):
+        return kept
+    record = kept.record(direction)
+    if record is None:
+        raise RuntimeError(f"the {direction} bytes of a weight were dropped between its forward and its backward")
+    return record
+
+
+def _values(kept: Any, dtype: torch.dtype) -> Tensor:
     return dequantize(kept, dtype) if isinstance(kept, Quantized) else kept
 
 

@@ -221,7 +221,7 @@ def test_a_later_quantized_backward_raises_before_any_product(monkeypatch: pytes
         module(x_RD, SPLITS).sum().backward()
     assert sum(p.stored_bytes for p in module.parameters()) == held  # pyright: ignore[reportAttributeAccessIssue]
     ran: list[str] = []
-    for name in ("ragged_m_gemm_nt", "quantize", "dequantize"):
+    for name in ("gemm_dequant_nt", "quantize", "dequantize"):
         monkeypatch.setattr(
             f"moe_runtime.functional.quantized_linear.{name}", lambda *a, name=name, **k: ran.append(name)
         )

@@ -6,6 +6,9 @@
 
 # E members   R rows   C columns   M, N rows and columns of the stored matrix   P bytes of its row   X, Y blocks
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -41,38 +44,23 @@ def dequantize(
 ) -> Tensor:
     """element * scale, or element * (scale * tensor_scale), in float32; then one rounding to `dtype`. (E, R, C)"""
     assert fmt.encoding is not None
-    four_bits = fmt.encoding is E2M1
     columnwise = direction == "columnwise"
     num_members, num_rows, num_columns = payload_EMP.shape
-    num_columns *= 2 if four_bits else 1
+    num_columns *= 2 if fmt.encoding is E2M1 else 1
     shape = (num_members, num_columns, num_rows) if columnwise else (num_members, num_rows, num_columns)
     x_ERC = torch.empty(shape, dtype=dtype, device=payload_EMP.device)
     if not x_ERC.numel():
         return x_ERC
     rows, columns = _SQUARE if columnwise else _LONG
-    block_rows, block_columns = fmt.block or (0, columns)
     num_tiles = num_members * num_blocks(num_rows, rows) * num_blocks(num_columns, columns)
-    stored_EMP = dense_members(payload_EMP, _WORD if four_bits else 1)
-    stored_EMP = stored_EMP.view(torch.int32) if four_bits else stored_EMP
-    scale = dense_members(scale)
-    (payload_stride, unit), scale_stride = member_stride(stored_EMP), scale.stride(0)
+    stored = stored_members(payload_EMP, scale, tensor_scale_E, fmt)
     _dequantize_kernel[(num_tiles,)](
         x_ERC,
-        stored_EMP,
-        scale,
-        tensor_scale_E,
+        *stored.tensors,
         num_rows,
         num_columns,
-        payload_stride,
-        scale_stride,
-        0 if tensor_scale_E is None else tensor_scale_E.stride(0),
-        UNIT=unit,
-        FOUR_BITS=four_bits,
-        E5M2=fmt.encoding.name == "e5m2",
-        SCALE="float32" if fmt.scale_encoding is None else fmt.scale_encoding.name,
-        BLOCK_ROWS=block_rows,
-        BLOCK=min(block_columns, columns),
-        WIDTH=block_columns,
+        *stored.strides,
+        **stored.meta(columns),
         TRANSPOSED=columnwise,
         SIGNS=_SIGN_BITS if isinstance(fmt, NVFP4) and fmt.random_hadamard and columnwise else None,
         M=rows,
@@ -81,6 +69,42 @@ def dequantize(
         enable_fp_fusion=False,
     )
     return x_ERC
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMembers:
+    """A record as kernels read it: payload, scale and tensor scale, and how far apart their members are."""
+
+    tensors: tuple[Tensor, Tensor, Tensor | None]
+    strides: tuple[int, int, int]
+    unit: int
+    format: Format
+
+    def meta(self, columns: int) -> dict[str, Any]:
+        """What `load_scaled` must know when it is compiled, for tiles of that many stored columns."""
+        fmt = self.format
+        assert fmt.encoding is not None
+        block_rows, block_columns = fmt.block or (0, columns)
+        return {
+            "UNIT": self.unit,
+            "FOUR_BITS": fmt.encoding is E2M1,
+            "E5M2": fmt.encoding.name == "e5m2",
+            "SCALE": "float32" if fmt.scale_encoding is None else fmt.scale_encoding.name,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK": min(block_columns, columns),
+            "WIDTH": block_columns,
+        }
+
+
+def stored_members(payload_EMP: Tensor, scale: Tensor, tensor_scale_E: Tensor | None, fmt: Format) -> StoredMembers:
+    """Four-bit elements as int32 words; copies only of what is not dense within a member."""
+    four_bits = fmt.encoding is E2M1
+    stored_EMP = dense_members(payload_EMP, _WORD if four_bits else 1)
+    stored_EMP = stored_EMP.view(torch.int32) if four_bits else stored_EMP
+    scale = dense_members(scale)
+    payload_stride, unit = member_stride(stored_EMP)
+    strides = (payload_stride, scale.stride(0), 0 if tensor_scale_E is None else tensor_scale_E.stride(0))
+    return StoredMembers((stored_EMP, scale, tensor_scale_E), strides, unit, fmt)
 
 
 def dense_members(stored: Tensor, alignment: int = 1) -> Tensor:
@@ -157,6 +181,42 @@ def _spread(value_MX, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_scaled(
+    payload_ptr,
+    scale_ptr,
+    tensor_scale,
+    row_M,
+    column,
+    num_rows,
+    num_columns,
+    FOUR_BITS: tl.constexpr,
+    E5M2: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Values (M, N) of one member in float32, and the scales they were multiplied by, one for BLOCK columns.
+
+    Blocks are BLOCK_ROWS x WIDTH of the stored matrix, 0 rows: all of it. Zeros outside.
+    """
+    value_MN = _load_values(payload_ptr, row_M, column, num_rows, num_columns, FOUR_BITS, E5M2, M, N)
+    if BLOCK_ROWS == 0:
+        scale_MX = tl.load(scale_ptr)
+        value_MN = value_MN * scale_MX
+    else:
+        start_X = column // WIDTH + tl.arange(0, N // BLOCK) * BLOCK // WIDTH
+        start_M = (row_M // BLOCK_ROWS).to(tl.int64) * (num_columns // WIDTH)
+        inside_MX = (row_M < num_rows)[:, None] & (start_X < num_columns // WIDTH)[None, :]
+        scale_MX = tl.load(scale_ptr + start_M[:, None] + start_X[None, :], mask=inside_MX, other=0)
+        scale_MX = decode_scale(scale_MX, tensor_scale, SCALE)
+        value_MN = value_MN * _spread(scale_MX, M, N, BLOCK)
+    return value_MN, scale_MX
+
+
+@triton.jit
 def _dequantize_kernel(
     x_ptr,
     payload_ptr,
@@ -179,7 +239,7 @@ def _dequantize_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """A tile of M x N; blocks are BLOCK_ROWS x WIDTH, 0 rows: the member. BLOCK columns of a tile share a scale."""
+    """A tile of M x N."""
     across = tl.cdiv(num_columns, N)
     tiles = tl.cdiv(num_rows, M) * across
     member = (tl.program_id(0) // tiles).to(tl.int64)
@@ -188,17 +248,23 @@ def _dequantize_kernel(
     tensor_scale = 1.0
     if tensor_scale_ptr is not None:
         tensor_scale = tl.load(tensor_scale_ptr + member * tensor_scale_stride)
-    member_ptr = payload_ptr + member * payload_stride * UNIT
-    value_MN = _load_values(member_ptr, row_M, column, num_rows, num_columns, FOUR_BITS, E5M2, M, N)
-    if BLOCK_ROWS == 0:
-        value_MN = value_MN * tl.load(scale_ptr + member * scale_stride)
-    else:
-        start_X = column // WIDTH + tl.arange(0, N // BLOCK) * BLOCK // WIDTH
-        start_M = member * scale_stride + (row_M // BLOCK_ROWS).to(tl.int64) * (num_columns // WIDTH)
-        inside_MX = (row_M < num_rows)[:, None] & (start_X < num_columns // WIDTH)[None, :]
-        scale_MX = tl.load(scale_ptr + start_M[:, None] + start_X[None, :], mask=inside_MX, other=0)
-        scale_MX = decode_scale(scale_MX, tensor_scale, SCALE)
-        value_MN = value_MN * _spread(scale_MX, M, N, BLOCK)
+    value_MN, scale_MX = load_scaled(
+        payload_ptr + member * payload_stride * UNIT,
+        scale_ptr + member * scale_stride,
+        tensor_scale,
+        row_M,
+        column,
+        num_rows,
+        num_columns,
+        FOUR_BITS,
+        E5M2,
+        SCALE,
+        BLOCK_ROWS,
+        BLOCK,
+        WIDTH,
+        M,
+        N,
+    )
     if SIGNS is not None:
         value_MN = _rotate_back(value_MN, SIGNS, M, N)
     # Elements of four bits are numbers: only their scale can be none.

@@ -27,6 +27,11 @@ def gather_act(depth: int, *, gathered: bool) -> Tile:
     return _WIDE if gathered or depth >= _LONG else _NARROW
 
 
+def dequant() -> Tile:
+    """For products with weights dequantized in registers: not yet measured, chosen to leave room for them."""
+    return _NARROW
+
+
 def dact() -> Tile:
     """For da and what is made of it."""
     return _NARROW_EPILOGUE
