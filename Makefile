@@ -71,6 +71,11 @@ install-train: ## make .venv with what training needs
 
 install-dev: ## make .venv with what training and the checks need
 	@$(LOCK) $(MAKE) --no-print-directory venv EXTRAS="train dev"
+	# Tests with several hosts need `ip`; without it and without root they are skipped, with a sentence.
+	if ! command -v ip >/dev/null && [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+	  $(LOCK) bash -c 'apt-get update -qq && apt-get install -qq -y --no-install-recommends iproute2' >/dev/null ||
+	    echo 'iproute2 could not be installed' >&2
+	fi
 
 # A stamp is written last, so an install that was cut short has none and starts afresh. Its first line says where and how
 # .venv was made: another value starts afresh too. Its second is a digest of what was installed: another value updates in place.

@@ -1,4 +1,4 @@
-"""The command line: `python -m moe_runtime {train,convert,doctor}`.
+"""The command line: `python -m moe_runtime {train,convert,doctor,cluster}`.
 
 Start-up is light: this module parses arguments and knows nothing of torch. What a command does is in the module of its
 name, imported by `lazy.load` when the command runs, so that `--help` and a misspelt option answer at once.
@@ -42,6 +42,7 @@ def _app() -> "typer.Typer":
     app.command("train", cls=_TrainCommand)(train_command)
     app.command("convert")(convert_command)
     app.command("doctor")(doctor_command)
+    app.command("cluster")(cluster_command)
     return app
 
 
@@ -135,3 +136,14 @@ def convert_command(
 def doctor_command() -> int:
     """Print versions, devices, and which backend each kernel would use and why not a faster one."""
     return lazy.load("doctor").doctor()
+
+
+def cluster_command(
+    words: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="A command of moe_runtime.")],
+    hosts: Annotated[int, typer.Option(metavar="N", help="Hosts, each a network namespace.")] = 2,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Processes on each host.")] = 2,
+    launcher: Annotated[str, typer.Option(metavar="NAME", help="torchrun, mpirun, or slurm (a dry run).")] = "torchrun",
+    max_restarts: Annotated[int, typer.Option(metavar="N", help="Restarts after a failure, by torchrun.")] = 0,
+) -> int:
+    """Run a command on several hosts made of this one, with addresses, names and launchers of their own. Needs root."""
+    return lazy.load("cluster").cluster(words, hosts=hosts, ranks=ranks, launcher=launcher, max_restarts=max_restarts)

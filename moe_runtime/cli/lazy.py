@@ -12,6 +12,7 @@ _MODULES = {
     "job": "moe_runtime.cli.job",
     "doctor": "moe_runtime.cli.doctor",
     "convert": "moe_runtime.cli.convert",
+    "cluster": "moe_runtime.cli.cluster",
 }
 
 
