@@ -2,6 +2,7 @@
 
 # T tokens   R routed rows   D model width   F expert width   H = 2 F   E local experts
 
+import torch
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm import ragged_m_gemm_nt
@@ -20,12 +21,15 @@ def gemm_gather_act(
     """h = x[index] @ w.T, a = gate * swiglu(h)"""
     x_RD = x_TD if row_index_R is None else gather_rows(x_TD, row_index_R, ends_E, top_k=1)
     h_RH = ragged_m_gemm_nt(x_RD, w_EHD, ends_E)
-    if gate_R is not None:
+    past_R = rows_past(ends_E, len(h_RH))
+    if gate_R is not None and past_R is not None:
         # A tail's gate may be NaN; its rows are zeros.
-        gate_R = gate_R.where(grouped_rows(ends_E, len(h_RH)), 0)
+        gate_R = gate_R.masked_fill(past_R, 0)
     return h_RH, swiglu(h_RH, gate_R, layout=layout)
 
 
-def grouped_rows(ends_E: Tensor, num_rows: int) -> Tensor:
-    """(R,) whether an expert owns the row."""
-    return ends_E.new_ones(num_rows).cumsum(0) <= ends_E[-1]
+def rows_past(ends_E: Tensor, num_rows: int) -> Tensor | None:
+    """(R,) whether no expert owns the row; None where it is seen, without waiting for a device, that all are owned."""
+    if ends_E.device.type == "cpu" and not torch.compiler.is_compiling() and int(ends_E[-1]) == num_rows:
+        return None
+    return torch.arange(num_rows, device=ends_E.device) >= ends_E[-1]
