@@ -13,6 +13,7 @@ from moe_runtime.checkpoint.store import (
     save,
     verify,
 )
+from moe_runtime.checkpoint.tensors import leave_out_frozen
 
 __all__ = [
     "AsyncSaver",
@@ -20,6 +21,7 @@ __all__ = [
     "entry_dtypes",
     "hf",
     "latest",
+    "leave_out_frozen",
     "load",
     "load_latest",
     "read_entries",

@@ -24,6 +24,7 @@ _SUFFIXES = {
     for direction, prefix in (("rowwise", "row"), ("columnwise", "column"))
     for part, name in (("payload", "qdata"), ("scale", "scale"), ("tensor_scale", "tensor_scale"))
 }
+_TRAINABLE_ONLY = "checkpoints_hold_trainable_only"
 _MEMBER = re.compile(r"^(?P<stem>.*\.(?:weight|bias))(?P<index>\d+)$")
 
 
@@ -33,13 +34,26 @@ def split_member(name: str) -> tuple[str, int | None]:
     return (member["stem"], int(member["index"])) if member else (name, None)
 
 
+def leave_out_frozen(model: nn.Module) -> None:
+    """From now on checkpoints of `model` hold parameters that require gradients, no other ones and no buffers.
+
+    For adapters on a base that is on disk already. The model remembers it, as it does its layout.
+    """
+    setattr(model, _TRAINABLE_ONLY, True)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, in the global view."""
+    """Parameters and persistent buffers by name, in the global view; what trains, where frozen ones are left out."""
     layout = layout_of(model)
+    trainable_only = getattr(model, _TRAINABLE_ONLY, False)
     entries: dict[str, Tensor] = {}
     for name, parameter in named_parameters(model):
+        if trainable_only and not parameter.requires_grad:
+            continue
         key, parts = parts_of(name, parameter, layout)
         entries.update((f"{key}{suffix}", value) for suffix, value in parts.items())
+    if trainable_only:
+        return entries
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     persistent = {name.removeprefix("module.") for name in model.state_dict(keep_vars=True)}
     entries.update((name, buffer) for name, buffer in buffers.items() if name in persistent)

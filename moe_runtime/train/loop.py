@@ -1,7 +1,7 @@
 """The training loop: build, resume, step, validate, save. What happens inside a step is in step.py."""
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,26 @@ import torch.distributed as dist
 
 from moe_runtime import checkpoint
 from moe_runtime.comm.bootstrap import Launch, init_process_group, local_device, shutdown
-from moe_runtime.core.config import to_toml
 from moe_runtime.core.device import peak_bf16_flops, peak_process_bytes
 from moe_runtime.core.log import get_logger
 from moe_runtime.train.config import RESUME_LATEST, TOP_K_NAMES, Config, claim_run_dir
 from moe_runtime.train.data.cache import PreparedData
+from moe_runtime.train.data.packing import PackedSplit, PreparedInstructions
 from moe_runtime.train.data.sampler import Sampler
 from moe_runtime.train.data.tokens import Batch, TokenSplit
 from moe_runtime.train.metrics import MetricsWriter, StepMetrics, max_over_mean, open_wandb
 from moe_runtime.train.phases import PhaseObserver, Phases
 from moe_runtime.train.profiling import profiled
-from moe_runtime.train.setup import Trainee, build, forward_flops_per_token, learning_rate
+from moe_runtime.train.setup import Trainee, forward_flops_per_token, learning_rate
 from moe_runtime.train.step import Stepper, StepResult
+from moe_runtime.train.task import Task
+
+TOKENIZER_FILE = "tokenizer.json"
 
 _LOGGER = get_logger(__name__)
+
+Data = PreparedData | PreparedInstructions
+Split = TokenSplit | PackedSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,8 @@ class _Run:
 
     config: Config
     launch: Launch
-    data: PreparedData
+    data: Data
+    task: Task
     folder: Path
     trainee: Trainee
     stepper: Stepper
@@ -49,7 +56,7 @@ class _Run:
 class _Stream:
     """This rank's rows of one split, step by step."""
 
-    split: TokenSplit
+    split: Split
     sampler: Sampler
     seq_length: int
     num_microbatches: int
@@ -68,13 +75,23 @@ class _Stream:
             for index in range(self.num_microbatches)
         ]
 
+    def num_labels(self, step: int) -> int:
+        """Tokens to learn in the whole batch of a step, over all ranks."""
+        return self.split.num_labels(self.sampler.indices(step), self.seq_length)
+
 
 def run(
-    config: Config, launch: Launch, hf_config: Any, data: PreparedData, *, observer: PhaseObserver | None = None
+    config: Config,
+    launch: Launch,
+    hf_config: Any,
+    data: Data,
+    *,
+    task: Task | None = None,
+    observer: PhaseObserver | None = None,
 ) -> Path:
     """Train by `config`; returns the run folder. Every rank calls it with the same arguments.
 
-    `observer` hears of every phase on this rank.
+    `task` says what trains, by default all of a new model; `observer` hears of every phase on this rank.
     Raises CheckpointError for a checkpoint that cannot be written, read, or that belongs to another model.
     """
     device = local_device(launch)
@@ -83,25 +100,26 @@ def run(
     if config.parallel.data != "none":
         init_process_group(launch, device_type=device.type, timeout_seconds=config.parallel.timeout_seconds)
     try:
-        return _train(_prepare(config, launch, hf_config, data, Phases(observer)))
+        return _train(_prepare(config, launch, hf_config, data, task or Task(), Phases(observer)))
     finally:
         shutdown()
 
 
-def _prepare(config: Config, launch: Launch, hf_config: Any, data: PreparedData, phases: Phases) -> _Run:
+def _prepare(config: Config, launch: Launch, hf_config: Any, data: Data, task: Task, phases: Phases) -> _Run:
     torch.manual_seed(config.run.seed + launch.rank)
     folder = Path(_from_first_rank(str(claim_run_dir(config)) if launch.is_main else ""))
-    trainee = build(config, hf_config, local_device(launch))
-    first_step = _resume(config, folder, trainee)
+    trainee = task.build(config, hf_config, local_device(launch))
+    first_step = _resume(config, folder, trainee, task)
     if launch.is_main:
-        saved = replace(config, run=replace(config.run, dir=str(folder), resume=""))
-        (folder / "config.toml").write_text(to_toml(saved))
+        (folder / "config.toml").write_text(task.config_text(config, folder))
         hf_config.to_json_file(folder / "model.json")
+        (folder / TOKENIZER_FILE).write_bytes(data.tokenizer_path.read_bytes())
     top_k = hf_top_k(hf_config)
     return _Run(
         config=config,
         launch=launch,
         data=data,
+        task=task,
         folder=folder,
         trainee=trainee,
         stepper=Stepper(config, trainee, phases),
@@ -115,6 +133,7 @@ def _train(run: _Run) -> Path:
     config = run.config
     stream = _stream(run, train=True)
     _describe(run)
+    run.task.begin(run.stepper, run.folder, run.first_step)
     with (
         _metrics(run) as metrics,
         profiled(config.profile, run.folder, run.launch.rank) as after_step,
@@ -125,7 +144,7 @@ def _train(run: _Run) -> Path:
             lr = learning_rate(config.optim, step, config.train.steps)
             with run.phases("data"):
                 batches = stream.batches(step)
-            result = run.stepper.step(batches, lr)
+            result = run.stepper.step(batches, lr, num_labels=stream.num_labels(step))
             seconds = time.perf_counter() - started
             done = step + 1
             row = _row(run, done, result, lr, seconds, _validation(run, done))
@@ -136,6 +155,7 @@ def _train(run: _Run) -> Path:
                 config.train.checkpoint_every and done % config.train.checkpoint_every == 0
             ):
                 _save(run, done)
+    run.task.finish(run.stepper, run.folder)
     return run.folder
 
 
@@ -212,7 +232,7 @@ def _metrics(run: _Run) -> MetricsWriter:
 
 
 def _save(run: _Run, done: int) -> None:
-    facts = {"seed": run.config.run.seed, "global_batch_size": run.config.train.global_batch_size}
+    facts = run.task.facts(run.config)
     with run.phases("save"):
         path = checkpoint.save(
             run.checkpoints, done, run.trainee.model, run.trainee.optimizer, facts, keep=run.config.checkpoint.keep
@@ -220,7 +240,7 @@ def _save(run: _Run, done: int) -> None:
     _LOGGER.info("checkpoint %s", path)
 
 
-def _resume(config: Config, folder: Path, trainee: Trainee) -> int:
+def _resume(config: Config, folder: Path, trainee: Trainee, task: Task) -> int:
     """Load what the configuration resumes, if anything; the number of steps done."""
     if not config.run.resume:
         return 0
@@ -229,6 +249,7 @@ def _resume(config: Config, folder: Path, trainee: Trainee) -> int:
         facts = checkpoint.load(source, trainee.model, trainee.optimizer)
     else:
         source, facts = checkpoint.load_latest(source / "checkpoints", trainee.model, trainee.optimizer)
+    task.check_resumed(facts, source)
     _LOGGER.info("resumed after step %d from %s", facts["step"], source)
     return facts["step"]
 

@@ -1,10 +1,11 @@
 """One optimizer step: forward and backward of every microbatch, one reduction, one clip, one update.
 
-The loss is the sum over tokens divided by the tokens of the global batch. Replicas' gradients are averaged by DDP and
-FSDP2, so each rank's part is multiplied by their number first; nothing then depends on how many ranks there are.
+The loss is the sum over tokens to learn divided by their number in the global batch. Replicas' gradients are averaged
+by DDP and FSDP2, so each rank's part is multiplied by their number first; nothing then depends on how many ranks there
+are.
 """
 
-# B sequences of a microbatch on this rank   S tokens of a sequence   V vocabulary   L MoE layers   E experts
+# B sequences of a microbatch on this rank   S tokens of a sequence   T = B S   V vocabulary   L MoE layers   E experts
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from moe_runtime.optim import clip_grad_norm_
 from moe_runtime.parallel import coordinator_of, gradient_sync
 from moe_runtime.precision import autocast
 from moe_runtime.train.config import Config
-from moe_runtime.train.data.tokens import Batch
+from moe_runtime.train.data.tokens import IGNORED, Batch
 from moe_runtime.train.phases import Phases
 from moe_runtime.train.setup import Trainee, recipe_of
 
@@ -45,16 +46,17 @@ class Stepper:
         self._recipe = recipe_of(config.recipe)
         self._biases = selection_biases(trainee.inner) if config.router.bias_update_rate > 0 else []
 
-    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """Train on this rank's rows of one global batch."""
+    def step(self, microbatches: Sequence[Batch], lr: float, *, num_labels: int | None = None) -> StepResult:
+        """Train on this rank's rows of one global batch; `num_labels` of it are learned over all ranks, None: all."""
         trainee, config = self.trainee, self.config
         trainee.model.train()
         self._meter.start_step()
         num_tokens = config.train.global_batch_size * config.data.seq_length
+        num_labels = num_tokens if num_labels is None else num_labels
         losses = torch.zeros(2, dtype=torch.float64, device=trainee.device)
         for index, batch in enumerate(microbatches):
             with gradient_sync(trainee.model, last=index == len(microbatches) - 1):
-                losses += self._backward(batch, num_tokens)
+                losses += self._backward(batch, num_tokens, num_labels)
         coordinator = coordinator_of(trainee.model)
         if coordinator is not None:
             with self._phases("backward"):
@@ -84,12 +86,12 @@ class Stepper:
             load_LE=load_LE.cpu(),
         )
 
-    def _backward(self, batch: Batch, num_tokens: int) -> Tensor:
+    def _backward(self, batch: Batch, num_tokens: int, num_labels: int) -> Tensor:
         """This rank's part of (loss, auxiliary loss), float64 (2,)."""
         trainee, coefficient = self.trainee, self.config.router.aux_loss_coefficient
         with self._phases("forward"):
             with trainee.recorder.recording() as routed, autocast(recipe=self._recipe):
-                loss = token_loss(trainee.model, batch, trainee.device) / num_tokens
+                loss = token_loss(trainee.model, batch, trainee.device) / num_labels
             self._meter.add(routed.ids_TK)
             objective, aux_loss = loss, torch.zeros_like(loss)
             if coefficient > 0:
@@ -102,14 +104,14 @@ class Stepper:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss a token over the batches of all ranks."""
+        """Mean loss a token to learn over the batches of all ranks."""
         trainee = self.trainee
         trainee.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=trainee.device)
         for batch in batches:
             with autocast(recipe=self._recipe):
                 totals[0] += token_loss(trainee.model, batch, trainee.device).double()
-            totals[1] += batch.labels_BS.numel()
+            totals[1] += (batch.labels_BS != IGNORED).sum()
         if dist.is_initialized():
             dist.all_reduce(totals)
         loss, num_tokens = totals.tolist()
@@ -117,10 +119,11 @@ class Stepper:
 
 
 def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Sum over tokens of the next token's cross entropy in nats, fp32."""
+    """Sum over tokens to learn of the next token's cross entropy in nats, fp32."""
     ids_BS, labels_BS, positions_BS = (
         tensor.to(device, non_blocking=True) for tensor in (batch.input_ids_BS, batch.labels_BS, batch.position_ids_BS)
     )
     # Without a cache, Hugging Face reads document boundaries off positions that restart.
     logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), labels_BS.flatten(), reduction="sum")
+    logits_TV, labels_T = logits_BSV.float().flatten(0, 1), labels_BS.flatten()
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")

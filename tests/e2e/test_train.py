@@ -44,7 +44,7 @@ def test_a_run_leaves_metrics_report_checkpoint_and_config(tiny_config: Path, tm
     expected = {"step", "loss", "grad_norm", "lr", "expert_load_max_over_mean", "val_loss", "aux_loss"}
     assert set(found[0]) == expected
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"metrics.jsonl", "report.png", "config.toml", "model.json", "checkpoints"} <= left
+    assert {"metrics.jsonl", "report.png", "config.toml", "model.json", "tokenizer.json", "checkpoints"} <= left
     again = _in_process(tmp_path / "run" / "config.toml", tmp_path / "again", "train.steps=3", "optim.warmup_steps=1")
     assert again[0]["loss"] == found[0]["loss"]
 

@@ -11,6 +11,7 @@ import bisect
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -101,6 +102,16 @@ class PackedSplit:
     def _check_length(self, seq_length: int) -> None:
         if seq_length != self.seq_length:
             raise ValueError(f"rows were packed for seq_length {self.seq_length}, got {seq_length}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PreparedInstructions:
+    """Both splits, and the tokenizer that made them; `fingerprint` tells other data apart."""
+
+    train: PackedSplit
+    validation: PackedSplit
+    tokenizer_path: Path
+    fingerprint: str
 
 
 def pack(
