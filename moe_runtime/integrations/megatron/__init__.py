@@ -14,5 +14,6 @@ except ImportError as error:
 from moe_runtime.integrations.megatron.attributes import ParameterAttributes
 from moe_runtime.integrations.megatron.experts import GroupedExperts, experts_spec, with_grouped_experts
 from moe_runtime.integrations.megatron.linear import ExpertLinear
+from moe_runtime.integrations.megatron.protocol import verify
 
-__all__ = ["ExpertLinear", "GroupedExperts", "ParameterAttributes", "experts_spec", "with_grouped_experts"]
+__all__ = ["ExpertLinear", "GroupedExperts", "ParameterAttributes", "experts_spec", "verify", "with_grouped_experts"]

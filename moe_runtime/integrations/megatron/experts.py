@@ -29,7 +29,7 @@ class GroupedExperts(MegatronModule):
 
     num_local_experts      E: Megatron's MoELayer passes it, the config and the process groups
     single_grouped_weight  one weight (E, F, D); False: weight0, weight1, ... Either loads the other's checkpoints
-    delay_wgrad_compute    None: as the config says
+    delay_wgrad_compute, fuse_wgrad_accumulation    None: as the config says for the whole model
 
     Of the config are read: widths, latent size, bias, activation, `moe_apply_probs_on_input`, initialization, dtype,
     `delay_wgrad_compute`, `gradient_accumulation_fusion`. Built under `quantized_model_init`, weights are stored
@@ -45,6 +45,7 @@ class GroupedExperts(MegatronModule):
         submodules: object = None,
         single_grouped_weight: bool = True,
         delay_wgrad_compute: bool | None = None,
+        fuse_wgrad_accumulation: bool | None = None,
     ) -> None:
         super().__init__(config=config)
         if submodules is not None:
@@ -61,8 +62,8 @@ class GroupedExperts(MegatronModule):
             activation=activation_of(config),
             bias=config.add_bias_linear,
             single_grouped_weight=single_grouped_weight,
-            delay_wgrad_compute=config.delay_wgrad_compute if delay_wgrad_compute is None else delay_wgrad_compute,
-            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+            delay_wgrad_compute=_chosen(delay_wgrad_compute, config.delay_wgrad_compute),
+            fuse_wgrad_accumulation=_chosen(fuse_wgrad_accumulation, config.gradient_accumulation_fusion),
             dtype=config.params_dtype,
             device="meta",
         )
@@ -129,6 +130,10 @@ class GroupedExperts(MegatronModule):
         for linear in (self.linear_fc2, self.linear_fc1):
             if any(parameter.requires_grad for parameter in linear.wgrad_parameters("weight")):
                 linear.backward_dw()
+
+
+def _chosen(option: bool | None, configured: bool) -> bool:
+    return configured if option is None else option
 
 
 def _fill(linear: ExpertLinear, values: list[Tensor]) -> None:

@@ -16,6 +16,8 @@ class ExpertLinear(GroupedLinear):
     """The grouped linear layer of Megatron's experts; `mark` says which attributes its parameters carry."""
 
     _attributes: Mapping[str, ParameterAttributes] | None = None
+    num_reduction_hooks = 0
+    _times_reduced: Callable[[Tensor], int] | None = None
 
     def mark(self, *, partition_dim: int, partition_stride: int, allreduce: bool) -> None:
         """Put these attributes on every parameter, and on whatever takes its place from now on.
@@ -57,6 +59,47 @@ class ExpertLinear(GroupedLinear):
         if self.delay_wgrad_compute:
             for parameter in self.wgrad_parameters("weight"):
                 parameter.skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """As GroupedLinear; before the first of them, each time, that they may run is checked."""
+        if self.num_reduction_hooks == 0:
+            super().register_wgrad_accumulation_and_reduce_hooks(self._check_ready)
+        super().register_wgrad_accumulation_and_reduce_hooks(hook)
+        self.num_reduction_hooks += 1
+
+    def watch(self, name: str, times_reduced: Callable[[Tensor], int]) -> None:
+        """Raise where a weight would be reported to Megatron's reducer twice in an iteration, or without a gradient.
+
+        name           this module's, for the sentence
+        times_reduced  how often a parameter was reported since the last microbatch of this iteration began
+        """
+        self._full_name, self._times_reduced = name, times_reduced
+
+    def _check_ready(self) -> None:
+        for key, parameter in self._parameters.items():
+            if parameter is None or not key.startswith("weight") or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                raise RuntimeError(
+                    f"{self._described_key(key)} would be reduced without a gradient: expected .grad, or zeros in its "
+                    "place for one that is in main_grad, got None; somebody cleared it after backward_dw"
+                )
+            if self._times_reduced is not None and self._times_reduced(parameter):
+                raise RuntimeError(
+                    f"{self._described_key(key)} would be reported as reduced twice in one iteration, and its bucket "
+                    "be reduced too early in the next: run backward_dw of earlier microbatches before the last "
+                    "microbatch begins (inside no_sync), or after its backward"
+                )
+
+    def _described_key(self, key: str) -> str:
+        name = self.__dict__.get("_full_name") or self._wgrad_name
+        return f"{name}.{key}" if name else f"{key} of {self!r}"
+
+    def waits(self) -> bool:
+        """Whether a weight gradient is not computed, or not delivered, yet."""
+        if self._coordinator is None:
+            return False
+        return ".".join(filter(None, (self._wgrad_name, "weight"))) in self._coordinator.pending()
 
     def take_weight(self) -> HeldWeight:
         """As GroupedLinear, once Megatron's overlapped parameter gather has brought the weight here.
