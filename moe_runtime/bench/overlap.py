@@ -1,11 +1,12 @@
 """How much of the exchange in backward each schedule of weight gradients leaves exposed: time spent waiting for it.
 
-    python -m moe_runtime.bench.overlap [--ranks 2] [--rows 2048] [--filler-mb 0 8 32] [--rounds 9]
+    python -m moe_runtime.bench.overlap [--ranks 2] [--rows 2048] [--filler-mb 0 8 32] [--rounds 9] [--timeline FILE]
 
 Each rank runs experts between the two exchanges of a layer over gloo. In backward, the rows' gradients travel back to
 where the rows came from; nothing but weight gradients can run meanwhile. A real collective of `filler-mb` MiB for each
 pair of ranks goes with it and sets its length. Exposed: how long the process stood in the wait, which includes time in
-which another process had the core. Schedules alternate in one process; gradients are compared first.
+which another process had the core. Schedules alternate in one process; gradients are compared first. --timeline draws
+the last setting's last round, as rank 0 saw it.
 """
 
 # R routed rows   D model width   E local experts
@@ -15,6 +16,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 import moe_runtime as mr
 from moe_runtime.comm.all_to_all import Exchange, start, wait
+from moe_runtime.report.timeline import Bar, write_timelines
 from moe_runtime.testing.ranks import RankPool
 
 _SCHEDULES = ("inline", "late", "deferred")
@@ -47,8 +50,18 @@ class _TimedExchange(Exchange):
     filler: Tensor | None = None
     filler_work: dist.Work | None = None
     launched: float = 0.0
-    length: float = 0.0
-    exposed: float = 0.0
+    waits_from: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def length(self) -> float:
+        """Seconds from launch to arrival."""
+        return self.finished - self.launched
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of it that were spent waiting."""
+        return self.finished - self.waits_from
 
     def launch(self, rows: Tensor, *, reverse: bool) -> Tensor:
         self.launched = time.perf_counter()
@@ -58,12 +71,12 @@ class _TimedExchange(Exchange):
         return super().launch(rows, reverse=reverse)
 
     def finish(self) -> Tensor:
-        waits_from = time.perf_counter()
+        self.waits_from = time.perf_counter()
         received = super().finish()
         if self.filler_work is not None:
             self.filler_work.wait()
             self.filler_work = None
-        self.exposed, self.length = time.perf_counter() - waits_from, time.perf_counter() - self.launched
+        self.finished = time.perf_counter()
         return received
 
 
@@ -83,6 +96,7 @@ class _Layer:
         world = dist.get_world_size()
         share = setting.rows // world
         self.splits = (share,) * world
+        self.bars: list[Bar] = []
         self.filler = torch.ones(world * max(setting.filler_bytes // 4, 1)) if setting.filler_bytes else None
 
     def _exchange(self) -> _TimedExchange:
@@ -99,14 +113,38 @@ class _Layer:
         y_RD = self.experts.forward_ends(rows_RD, ends_E, None, weights)
         out_RD = wait(start(y_RD, combine), combine)
         dist.barrier()
+        jobs = len(self.coordinator.trace()["traceEvents"])
         began = time.perf_counter()
         out_RD.square().sum().backward()
+        ended = time.perf_counter()
         self.coordinator.flush()
-        return time.perf_counter() - began, dispatch.length, dispatch.exposed
+        seconds = time.perf_counter() - began
+        self.bars = _bars(began, ended, dispatch, combine, self.coordinator.trace()["traceEvents"][jobs:])
+        return seconds, dispatch.length, dispatch.exposed
 
 
-def measure(setting: Setting) -> dict[str, Any]:
-    """On every rank: medians of each schedule, after comparing their gradients."""
+def _bars(
+    began: float, ended: float, dispatch: _TimedExchange, combine: _TimedExchange, jobs: list[dict[str, Any]]
+) -> list[Bar]:
+    """One backward: what is computed between the two exchanges, and over it the weight gradients where they ran."""
+
+    def bar(lane: str, kind: str, start: float, stop: float) -> Bar:
+        return Bar(lane, kind, 1e3 * (start - began), 1e3 * (stop - began))
+
+    # Inline, no job stands apart: each weight gradient is part of its layer's backward.
+    kind = "dgrad" if jobs else "dgrad + wgrad"
+    bars = [bar("computes", kind, combine.finished, dispatch.launched)]
+    for event in jobs:
+        start = event["ts"] / 1e6
+        bars.append(bar("computes", "wgrad", start, start + event["dur"] / 1e6))
+    for exchange in (combine, dispatch):
+        bars.append(bar("computes", "waiting", exchange.waits_from, exchange.finished))
+        bars.append(bar("travels", "exchange", exchange.launched, exchange.finished))
+    return bars
+
+
+def measure(setting: Setting) -> tuple[dict[str, Any], dict[str, list[Bar]]]:
+    """On every rank: medians of each schedule, after comparing their gradients, and the last round's bars."""
     layers = {schedule: _Layer(schedule, setting) for schedule in _SCHEDULES}
     rows = sum(layers["inline"].splits)
     x_RD = torch.randn(rows, setting.hidden_size, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -125,10 +163,11 @@ def measure(setting: Setting) -> dict[str, Any]:
             layer.experts.zero_grad()
             taken[schedule].append(layer.step(x_RD, ends_E))
     keys = ("backward_ms", "exchange_ms", "exposed_ms")
-    return {
+    medians = {
         schedule: dict(zip(keys, (1e3 * statistics.median(column) for column in zip(*rows, strict=True)), strict=True))
         for schedule, rows in taken.items()
     }
+    return medians, {schedule: layer.bars for schedule, layer in layers.items()}
 
 
 def main() -> None:
@@ -141,7 +180,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8, help="local to a rank")
     parser.add_argument("--filler-mb", type=float, nargs="+", default=[0, 8, 32])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--timeline", type=Path, help="draw one backward of each schedule into this file")
     arguments = parser.parse_args()
+    timelines: dict[str, list[Bar]] = {}
     table = ["| filler | schedule | backward | exchange | exposed | of the exchange |", "|---|---|---|---|---|---|"]
     with RankPool(arguments.ranks) as pool:
         for filler in arguments.filler_mb:
@@ -153,15 +194,17 @@ def main() -> None:
                 filler_bytes=int(filler * 2**20),
                 rounds=arguments.rounds,
             )
-            slowest = pool.run(measure, setting)[0]
-            print(json.dumps({"bench": "overlap", "ranks": arguments.ranks, "filler_mb": filler, **slowest}))
-            for schedule, found in slowest.items():
+            medians, timelines = pool.run(measure, setting)[0]
+            print(json.dumps({"bench": "overlap", "ranks": arguments.ranks, "filler_mb": filler, **medians}))
+            for schedule, found in medians.items():
                 share = found["exposed_ms"] / found["exchange_ms"]
                 table.append(
                     f"| {filler:g} MiB | {schedule} | {found['backward_ms']:.1f} ms | {found['exchange_ms']:.1f} ms "
                     f"| {found['exposed_ms']:.1f} ms | {share:.0%} |"
                 )
     print("\n".join(table))
+    if arguments.timeline is not None:
+        write_timelines(arguments.timeline, timelines)
 
 
 if __name__ == "__main__":
