@@ -38,7 +38,7 @@ from moe_runtime.functional import HeldWeight, TokenRows, moe_mlp
 from moe_runtime.kernels.permute import route
 
 # Against fp32 sums of the same bfloat16 operands; h, a and y are each rounded once, in every arm.
-_TOLERANCE = 2e-2
+TOLERANCE = 2e-2
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -94,7 +94,7 @@ class Line(NamedTuple):
     errors: dict[str, float]
 
 
-def _inputs(shape: Shape, device: torch.device) -> Inputs:
+def inputs_of(shape: Shape, device: torch.device) -> Inputs:
     width, expert_width = shape.width, shape.expert_width
     chosen = routed(shape, device)
     return Inputs(
@@ -108,9 +108,9 @@ def _inputs(shape: Shape, device: torch.device) -> Inputs:
 
 
 def _run(shape: Shape, names: list[str], rounds: int, device: torch.device) -> list[Line]:
-    inputs = _inputs(shape, device)
+    inputs = inputs_of(shape, device)
     arms = {name: ARMS[name]() for name in names}
-    errors = _check(inputs, arms)
+    errors = check(inputs, arms)
 
     def forward(layer: Layer) -> Callable[[], object]:
         return lambda: layer(*inputs[:5])
@@ -140,9 +140,9 @@ def _print(shape_name: str, shape: Shape, line: Line) -> float | None:
     return ratio
 
 
-def _check(inputs: Inputs, arms: dict[str, Layer]) -> dict[str, float]:
+def check(inputs: Inputs, arms: dict[str, Layer]) -> dict[str, float]:
     """The worst error of each arm; SystemExit for one that is off, so that it gets no time."""
-    expected = _exact(inputs)
+    expected = exact(inputs)
     errors = {}
     for name, layer in arms.items():
         poison(inputs.x_TD, *inputs.leaves)
@@ -151,13 +151,13 @@ def _check(inputs: Inputs, arms: dict[str, Layer]) -> dict[str, float]:
         del y_TD
         for what, a, b in zip(("y", "dx", "dgates", "dgate_up", "ddown"), got, expected, strict=True):
             error = worst_error(a, b)
-            if not error <= _TOLERANCE:
-                raise SystemExit(f"{name}: {what} is off by {error:.2e} somewhere, at most {_TOLERANCE} expected")
+            if not error <= TOLERANCE:
+                raise SystemExit(f"{name}: {what} is off by {error:.2e} somewhere, at most {TOLERANCE} expected")
             errors[name] = max(errors.get(name, 0.0), error)
     return errors
 
 
-def _exact(inputs: Inputs) -> tuple[Tensor, ...]:
+def exact(inputs: Inputs) -> tuple[Tensor, ...]:
     """y, dx, dgates, dgate_up, ddown, expert by expert in fp32."""
     x_TD, ids_TK, gates_TK, w_EHD, w_EDF, dy_TD = (value.detach() for value in inputs)
     y_TD, dx_TD = torch.zeros_like(x_TD, dtype=torch.float32), torch.zeros_like(x_TD, dtype=torch.float32)
@@ -256,12 +256,12 @@ def ours(x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor, w_EHD: Tensor, w_EDF: T
     return moe_mlp(x_TD, gate_R, local.ends_E, HeldWeight(w_EHD), HeldWeight(w_EDF), tokens=tokens)
 
 
-def _compiled() -> Layer:
+def compiled() -> Layer:
     torch.compiler.reset()
     return torch.compile(composite, dynamic=False)
 
 
-ARMS: dict[str, Callable[[], Layer]] = {"compiled": _compiled, "eager": lambda: _eager, "ours": lambda: ours}
+ARMS: dict[str, Callable[[], Layer]] = {"compiled": compiled, "eager": lambda: _eager, "ours": lambda: ours}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: `python -m moe_runtime {train,convert,doctor,cluster}`.
+"""The command line: `python -m moe_runtime {train,convert,doctor,cluster,bench}`.
 
 Start-up is light: this module parses arguments and knows nothing of torch. What a command does is in the module of its
 name, imported by `lazy.load` when the command runs, so that `--help` and a misspelt option answer at once.
@@ -18,6 +18,8 @@ except ImportError as error:
     raise ImportError("the command line needs: pip install 'moe-runtime[train]'") from error
 
 RESUME_OPTION, RESUME_LATEST = "--resume", "latest"
+
+_PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 # typer brings its own copy of click in some versions: the base of its BadParameter is that copy's usage error.
 UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -42,6 +44,7 @@ def _app() -> "typer.Typer":
     app.command("train", cls=_TrainCommand)(train_command)
     app.command("convert")(convert_command)
     app.command("doctor")(doctor_command)
+    app.command("bench", context_settings=_PASSES_ARGUMENTS_ON)(bench_command)
     app.command("cluster")(cluster_command)
     return app
 
@@ -131,6 +134,18 @@ def convert_command(
         config=config,
         ignore=ignore or [],
     )
+
+
+def bench_command(context: typer.Context) -> int:
+    """Run a benchmark: `bench NAME [ARGUMENTS OF ITS OWN]`. `bench` alone lists the names."""
+    name, *arguments = context.args or ["--help"]
+    if name == "--help":
+        print(f"bench NAME [ARGUMENTS], NAME one of {', '.join(lazy.BENCHMARKS)}; bench NAME --help explains one")
+        return 0
+    if name not in lazy.BENCHMARKS:
+        raise typer.BadParameter(f"expected a benchmark among {', '.join(lazy.BENCHMARKS)}; got {name!r}")
+    lazy.run_benchmark(name, arguments)
+    return 0
 
 
 def doctor_command() -> int:

@@ -5,6 +5,7 @@ They bring torch and transformers, seconds that `--help` or a misspelt key shoul
 
 import importlib
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 _MODULES = {
@@ -14,6 +15,27 @@ _MODULES = {
     "convert": "moe_runtime.cli.convert",
     "cluster": "moe_runtime.cli.cluster",
 }
+
+
+BENCHMARKS = {
+    "cpu": "moe_runtime.bench.rows",
+    "frozen": "moe_runtime.bench.frozen",
+    "gemm": "moe_runtime.bench.gemm",
+    "layer": "moe_runtime.bench.layer",
+    "overlap": "moe_runtime.bench.overlap",
+    "parity": "moe_runtime.bench.parity",
+    "quantize": "moe_runtime.bench.quantize",
+    "recipes": "moe_runtime.bench.recipes",
+    "step": "moe_runtime.bench.step",
+    "storage": "moe_runtime.bench.storage",
+}
+
+
+def run_benchmark(name: str, arguments: Sequence[str]) -> None:
+    """`python -m moe_runtime.bench.<module>` with these arguments; each parses its own."""
+    module = importlib.import_module(BENCHMARKS[name])
+    sys.argv = [f"moe_runtime bench {name}", *arguments]
+    module.main()
 
 
 def load(name: str) -> ModuleType:
