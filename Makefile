@@ -11,8 +11,8 @@ VENV_OPTIONS ?=
 CONFIG ?= launch/configs/quickstart.toml
 NPROC ?= 2
 ARGS ?=
-# Those that run anywhere; gemm and layer need a GPU: make bench BENCH="gemm layer".
-BENCH ?= $(filter-out __init__ moe gemm layer,$(basename $(notdir $(wildcard moe_runtime/bench/*.py))))
+# Those that run anywhere; the others need a GPU: make bench BENCH="gemm layer frozen".
+BENCH ?= $(filter-out __init__ moe gemm layer frozen,$(basename $(notdir $(wildcard moe_runtime/bench/*.py))))
 
 comma := ,
 space := $(subst ,, )
