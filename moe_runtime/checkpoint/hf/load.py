@@ -3,6 +3,7 @@
 # E experts over the whole group   F output features   D input features
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from moe_runtime.checkpoint.files import MANIFEST
 from moe_runtime.checkpoint.hf.names import Names, names_of
 from moe_runtime.checkpoint.hf.reader import Box, Reader, blocks, check_no_nan
+from moe_runtime.checkpoint.hf.run import RunCheckpoint
 from moe_runtime.checkpoint.tensors import local_of, named_parameters, parts_of, split_member
 from moe_runtime.comm.layout import layout_of
 from moe_runtime.core.errors import CheckpointError
@@ -50,12 +53,12 @@ def load(
     device: torch.device | str | None = None,
     ignore: Sequence[str] = (),
 ) -> LoadReport:
-    """Fill every tensor of `model` from a Hugging Face folder, in either name style; every rank calls it.
+    """Fill every tensor of `model` from a Hugging Face folder, in either name style, or from a run's checkpoint.
 
-    The model may be on meta (made real on `device`, the CPU unless given), sharded by `distribute` or not, its experts
-    in high precision or quantized. Values are dequantized if need be, and cast to the model's dtype; experts that are
-    stored in the folder's own format take its bytes. Beside the model at most 16 MiB of values, or a few rows, are held
-    at a time, and one expert where experts are quantized.
+    Every rank calls it. The model may be on meta (made real on `device`, the CPU unless given), sharded by `distribute`
+    or not, its experts in high precision or quantized. Values are dequantized if need be, and cast to the model's
+    dtype; experts that are stored in the folder's own format take its bytes. Beside the model at most 16 MiB of values,
+    or a few rows, are held at a time, and one expert where experts are quantized; of a checkpoint one whole tensor.
 
     names   the model's map, where none is attached to it
     ignore  regular expressions of keys that may be left over in the folder
@@ -64,7 +67,7 @@ def load(
     names = names_of(model) if names is None else names
     problem, report = "", None
     try:
-        with Reader(Path(folder), names, ignore=ignore) as reader:
+        with _opened(Path(folder), names, ignore) as reader:
             _make_real(model, names, reader.tensors, torch.device(device or "cpu"))
             report = _fill(model, reader)
     except CheckpointError as error:
@@ -72,6 +75,11 @@ def load(
     agree(problem)
     assert report is not None
     return report
+
+
+def _opened(path: Path, names: Names, ignore: Sequence[str]) -> AbstractContextManager[Reader | RunCheckpoint]:
+    is_checkpoint = (path / MANIFEST).is_file()
+    return nullcontext(RunCheckpoint(path, names)) if is_checkpoint else Reader(path, names, ignore=ignore)
 
 
 def agree(problem: str) -> None:
@@ -104,7 +112,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name.removeprefix("module."), buffer) for name, buffer in model.named_buffers())
 
 
-def _fill(model: nn.Module, reader: Reader) -> LoadReport:
+def _fill(model: nn.Module, reader: Reader | RunCheckpoint) -> LoadReport:
     packed: list[str] = []
     done: set[str] = set()
     for target in _targets(model):
@@ -122,7 +130,7 @@ def _fill(model: nn.Module, reader: Reader) -> LoadReport:
     missed = sorted(reader.tensors - done)
     if missed:
         raise CheckpointError(f"{', '.join(missed[:3])} is in the map of Hugging Face names and not in the model")
-    return LoadReport(num_tensors=len(done), bytes_read=reader.folder.bytes_read, packed=tuple(packed))
+    return LoadReport(num_tensors=len(done), bytes_read=reader.bytes_read, packed=tuple(packed))
 
 
 def _targets(model: nn.Module) -> Iterator[_Target]:
@@ -158,24 +166,24 @@ def _place(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-def _check_shape(target: _Target, reader: Reader) -> None:
+def _check_shape(target: _Target, reader: Reader | RunCheckpoint) -> None:
     whole = reader.names.shapes[target.name]
     if len(target.box) != len(whole) or any(stop > size for (_, stop), size in zip(target.box, whole, strict=True)):
         raise CheckpointError(f"{target.name} has shape {whole} in its map, and the model holds {target.box} of it")
 
 
-def _fill_plain(target: _Target, reader: Reader) -> None:
+def _fill_plain(target: _Target, reader: Reader | RunCheckpoint) -> None:
     local = target.local if target.local.dim() == len(target.box) else target.local[None]
     # Ordinary in-place copies into the storage that the optimizer and the wrappers know.
     local = local.plain() if isinstance(local, GroupedTensor) else local.detach()
     for part in blocks(target.box, torch.float32.itemsize):
         values = reader.read(target.name, part)
-        check_no_nan(target.name, values, reader.folder.path)
+        check_no_nan(target.name, values, reader.path)
         index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(part, target.box, strict=True))
         local[index].copy_(values)
 
 
-def _fill_quantized(target: _Target, local: QuantizedTensor, reader: Reader) -> bool:
+def _fill_quantized(target: _Target, local: QuantizedTensor, reader: Reader | RunCheckpoint) -> bool:
     """Expert by expert; True where the folder's bytes were taken as they are."""
     first, last = target.box[0]
     fmt, kept = local.quantizer.format, local.records.init.wanted
@@ -183,7 +191,7 @@ def _fill_quantized(target: _Target, local: QuantizedTensor, reader: Reader) -> 
     if kept and local.dim() == 3:
         # Initial values belong to the whole tensor: they are kept, so holding them once more costs what they do.
         values = reader.read(target.name, target.box)
-        check_no_nan(target.name, values, reader.folder.path)
+        check_no_nan(target.name, values, reader.path)
         local.copy_(values)
         return False
     all_packed = True
@@ -193,10 +201,10 @@ def _fill_quantized(target: _Target, local: QuantizedTensor, reader: Reader) -> 
             all_packed = False
             box = ((expert, expert + 1), *target.box[1:])
             values = reader.read(target.name, box)[0]
-            check_no_nan(target.name, values, reader.folder.path)
+            check_no_nan(target.name, values, reader.path)
             member.copy_(values)
         else:
-            check_no_nan(target.name, given.dequantize(torch.bfloat16), reader.folder.path)
+            check_no_nan(target.name, given.dequantize(torch.bfloat16), reader.path)
             member.copy_(given)
     return all_packed and last > first
 

@@ -87,6 +87,16 @@ class Reader:
         return name in self._stored
 
     @property
+    def path(self) -> Path:
+        """The folder's."""
+        return self.folder.path
+
+    @property
+    def bytes_read(self) -> int:
+        """Of the folder's files, so far."""
+        return self.folder.bytes_read
+
+    @property
     def tensors(self) -> frozenset[str]:
         """The model's tensors that the folder holds: all but those that Hugging Face's class does not have."""
         return frozenset(self._stored)

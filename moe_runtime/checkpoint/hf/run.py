@@ -15,6 +15,8 @@ from moe_runtime.checkpoint.hf.names import Names
 from moe_runtime.checkpoint.hf.reader import Box
 from moe_runtime.checkpoint.store import entry_dtypes, read_entries, verify
 from moe_runtime.core.errors import CheckpointError
+from moe_runtime.formats import Format
+from moe_runtime.tensor import QuantizedTensor
 
 __all__ = ["RunCheckpoint"]
 
@@ -26,8 +28,8 @@ class RunCheckpoint:
     """
 
     def __init__(self, path: Path, names: Names) -> None:
-        self.path = path
-        self._names = names
+        self.path, self.names = path, names
+        self.bytes_read = 0
         self._shapes = verify(path)
         self._entries = {name: found for name in names.shapes if (found := self._find(name))}
         lacking = [name for name in names.shapes if name not in self._entries and name not in names.own]
@@ -43,7 +45,7 @@ class RunCheckpoint:
 
     def _find(self, name: str) -> tuple[str, ...]:
         """The entries that make the tensor up: itself, or one an expert in id order."""
-        shape = list(self._names.shapes[name])
+        shape = list(self.names.shapes[name])
         members = [f"{name}{expert}" for expert in range(shape[0])] if shape else []
         for stems, expected in (([name], shape), (members, shape[1:])):
             for pattern in ("optim.{}.master", "model.{}"):
@@ -63,6 +65,15 @@ class RunCheckpoint:
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The model's tensors that the checkpoint holds."""
+        return frozenset(self._entries)
+
+    def read_packed(self, name: str, expert: int, fmt: Format, dtype: torch.dtype) -> QuantizedTensor | None:
+        """None: a run's checkpoint is read as values."""
+        return None
+
     def dtype(self, name: str) -> torch.dtype:
         """Of the stored tensor."""
         return self._dtypes[self._entries[name][0]]
@@ -76,6 +87,7 @@ class RunCheckpoint:
             self._held = None  # freed before the next one is read
             read = read_entries(self.path, self._entries[name])
             values = [read[entry] for entry in self._entries[name]]
-            one = len(values) == 1 and values[0].shape == self._names.shapes[name]
+            self.bytes_read += sum(value.nbytes for value in values)
+            one = len(values) == 1 and values[0].shape == self.names.shapes[name]
             self._held = (name, values[0] if one else torch.stack(values))
         return self._held[1]
