@@ -14,3 +14,11 @@ class UnsupportedError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is missing, damaged, or belongs to another model."""
+
+
+class NumericsError(RuntimeError):
+    """Training met values that it cannot go on with: too many that are not finite, or replicas that differ."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Ranks of one group are in different collectives, or disagree on how many rows one sends to another."""

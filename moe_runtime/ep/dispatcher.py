@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_runtime.comm import all_to_all
-from moe_runtime.comm.all_to_all import Exchange
+from moe_runtime.comm.all_to_all import Cargo, Exchange
+from moe_runtime.comm.watch import UNNAMED, Site
 from moe_runtime.ep.capacity import Capacity, route_within
 from moe_runtime.ep.plan import DispatchPlan
 from moe_runtime.ep.rows import gather, gather_gates, sum_rows
@@ -74,19 +75,20 @@ class AllToAllDispatcher:
 
     One exchange of counts, then rows and routing weights. The host must know how many rows each rank gets, so on a GPU
     every dispatch waits for the device once. A capacity bounds, and pads, the rows that this rank's tokens send to each
-    expert.
+    expert. `site` names the layer in reports.
     """
 
     num_experts: int
     group: dist.ProcessGroup
     capacity: Capacity | None = None
+    site: Site = UNNAMED
 
     def start(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Dispatched:
         """Launch the exchange of rows and weights; read nothing of the result before `wait`."""
         local = route_within(ids_TK, gates_TK, self.num_experts, self.capacity)
         counts_PE = local.ends_E.to(torch.int64).diff(prepend=local.ends_E.new_zeros(1))
         counts_PE = counts_PE.view(dist.get_world_size(self.group), -1)
-        received_PE = all_to_all.exchange_counts(counts_PE, self.group)
+        received_PE = all_to_all.exchange_counts(counts_PE, self.group, self.site)
         sent_E, received_host_PE = counts_PE.sum(1).tolist(), received_PE.cpu()
         plan = DispatchPlan(
             local=local._replace(slot_R=local.slot_R[: sum(sent_E)]),
@@ -94,9 +96,7 @@ class AllToAllDispatcher:
             send_rows=tuple(sent_E),
             receive_rows=tuple(received_host_PE.sum(1).tolist()),
         )
-        exchanges = tuple(
-            Exchange(group=self.group, send_rows=plan.send_rows, receive_rows=plan.receive_rows) for _ in range(2)
-        )
+        exchanges = (self._exchange(plan, "rows to experts"), self._exchange(plan, "weights to experts"))
         return Dispatched(
             x_RD=all_to_all.start(gather(x_TD, plan.local), exchanges[0]),
             gate_R=all_to_all.start(gather_gates(gates_TK, plan.local), exchanges[1]),
@@ -120,9 +120,15 @@ class AllToAllDispatcher:
     def combine(self, y_RD: Tensor, plan: DispatchPlan) -> Tensor:
         """out[t] = sum_k y[row[t, k]], the rows having come back to the token's rank first."""
         assert plan.received is not None
-        back = Exchange(group=self.group, send_rows=plan.receive_rows, receive_rows=plan.send_rows)
+        back = self._exchange(plan, "rows from experts")
         rows = all_to_all.wait(all_to_all.start(sum_rows(y_RD, plan.received), back), back)
         return sum_rows(rows, plan.local)
+
+    def _exchange(self, plan: DispatchPlan, cargo: Cargo) -> Exchange:
+        send, receive = plan.send_rows, plan.receive_rows
+        if cargo == "rows from experts":
+            send, receive = receive, send
+        return Exchange(group=self.group, send_rows=send, receive_rows=receive, cargo=cargo, site=self.site)
 
 
 def _by_expert(received_PE: Tensor, device: torch.device) -> Route:

@@ -5,7 +5,7 @@ from moe_runtime.nn.balance import LoadMeter, load_balancing_loss, step_selectio
 from moe_runtime.nn.grouped_linear import GroupedLinear
 from moe_runtime.nn.grouped_mlp import GroupedMLP
 from moe_runtime.nn.moe_layer import MoEConfig, MoELayer, MoEOutput
-from moe_runtime.nn.routed_experts import RoutedExperts, RoutedExpertsConfig
+from moe_runtime.nn.routed_experts import RoutedExperts, RoutedExpertsConfig, watch_exchanges
 from moe_runtime.nn.router import Router
 from moe_runtime.nn.routing import (
     AuxLoss,
@@ -38,4 +38,5 @@ __all__ = [
     "SharedExpertsConfig",
     "load_balancing_loss",
     "step_selection_biases",
+    "watch_exchanges",
 ]

@@ -3,13 +3,14 @@
 # T tokens   D model width   F expert width   K top-k   R routed rows   E experts over the whole group
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_runtime.comm.watch import CollectiveWatch, Site
 from moe_runtime.ep import AllToAllDispatcher, Capacity, Dispatcher, LocalDispatcher
 from moe_runtime.functional import Activation, HeldWeight, Layout, TokenRows, check_activation
 from moe_runtime.nn.grouped_mlp import GroupedMLP
@@ -133,3 +134,12 @@ class RoutedExperts(nn.Module):
     def extra_repr(self) -> str:
         last = self.first_expert + self.experts.gate_up.num_gemms - 1
         return f"experts {self.first_expert}..{last} of {self.config.num_experts}"
+
+
+def watch_exchanges(model: nn.Module, watch: CollectiveWatch | None) -> None:
+    """Name the layers of all experts of `model` in their exchanges, and have `watch` hear of these."""
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+    layers = tuple(experts)
+    for index, module in enumerate(experts.values()):
+        if isinstance(module.dispatcher, AllToAllDispatcher):
+            module.dispatcher = replace(module.dispatcher, site=Site(layers=layers, index=index, watch=watch))
