@@ -54,8 +54,9 @@ def save(
 class AsyncSaver:
     """Saves as `save` does, on a thread: training waits only for a copy of its state in host memory.
 
-    At most one save is under way, so at most one copy exists: the next save waits for it. What a save raised, the next
-    `save` or `wait` raises, on every rank. Make it, and call its methods, on every rank at the same point.
+    At most one save is under way: the next save waits for it. So one copy exists, of the bytes that this rank holds; it
+    is kept until `close` and written over. What a save raised, the next `save` or `wait` raises, on every rank. Make
+    it, and call its methods, on every rank at the same point.
     """
 
     def __init__(self, *, timeout_seconds: float) -> None:
@@ -66,6 +67,7 @@ class AsyncSaver:
         self._ranks = _Ranks(group)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
+        self._staged: dict[str, Tensor] = {}
 
     @property
     def has_failed(self) -> bool:
@@ -86,9 +88,9 @@ class AsyncSaver:
     ) -> Path:
         """Wait for the save before, copy the state, and start to write it. Returns where it will be; see `save`."""
         self.wait()
-        staged = {name: value.to("cpu", copy=True) for name, value in _entries(model, optimizer).items()}
+        self._staged = {name: self._stage(name, value) for name, value in _entries(model, optimizer).items()}
         writing = _Writing(root=root, step=step, facts=dict(facts), keep=keep, keep_every=keep_every)
-        self._pending = self._thread.submit(_write_whole, writing, staged, self._ranks)
+        self._pending = self._thread.submit(_write_whole, writing, self._staged, self._ranks)
         return files.final_path(root, step)
 
     def wait(self) -> Path | None:
@@ -97,9 +99,24 @@ class AsyncSaver:
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Give up the thread; a save under way is finished first, its error dropped."""
+        """Give up the thread and the copy; a save under way is finished first, its error dropped."""
         self._pending = None
         self._thread.shutdown()
+        self._staged = {}
+
+    def _stage(self, name: str, value: Tensor) -> Tensor:
+        """`value` in host memory, over the last save's copy where that fits: fresh pages cost more than copying."""
+        before = self._staged.get(name)
+        if before is None or type(before) is not type(value) or not _same_layout(before, value):
+            return value.to("cpu", copy=True)
+        tensors.local_of(before).copy_(tensors.local_of(value))
+        return before
+
+
+def _same_layout(staged: Tensor, value: Tensor) -> bool:
+    own, other = tensors.local_of(staged), tensors.local_of(value)
+    is_same = (own.shape, own.dtype, staged.shape) == (other.shape, other.dtype, value.shape)
+    return is_same and getattr(staged, "placements", None) == getattr(value, "placements", None)
 
 
 def latest(root: Path) -> Path | None:
@@ -211,6 +228,7 @@ def _write_whole(writing: _Writing, entries: dict[str, Tensor], ranks: "_Ranks")
     problem = ranks.on_first(lambda: files.prune(root, step, keep=writing.keep, keep_every=writing.keep_every))
     if problem and ranks.rank == 0:
         _LOGGER.warning("old checkpoints under %s could not be removed: %s", root, problem)
+    _LOGGER.info("checkpoint %s", files.final_path(root, step))
     return files.final_path(root, step)
 
 

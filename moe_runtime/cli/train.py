@@ -12,7 +12,7 @@ from moe_runtime.cli import lazy
 from moe_runtime.cli.exits import FAILED, INTERRUPTED, USAGE, fail
 from moe_runtime.comm.bootstrap import Launch, launch_from_env
 from moe_runtime.core.env import environment
-from moe_runtime.core.errors import CheckpointError, ConfigError, UnsupportedError
+from moe_runtime.core.errors import CheckpointError, ConfigError, NumericsError, UnsupportedError
 from moe_runtime.train.config import Config, check_environment, check_world, load
 
 
@@ -36,6 +36,8 @@ def train(config_file: str, overrides: Sequence[str], resume: str) -> int:
         return INTERRUPTED
     except ConfigError as error:
         return fail(str(error), code=USAGE, shared=False)
+    except NumericsError as error:
+        return fail(str(error), code=FAILED)
     except (CheckpointError, UnsupportedError) as error:
         return fail(str(error), code=FAILED, shared=False)
     return 0

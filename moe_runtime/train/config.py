@@ -34,15 +34,18 @@ class RunConfig:
     """Where the run lives. `dir` empty: the first free runs/<name>-<n>, `name` empty: the config file's stem.
 
     `resume`: empty (start anew), "latest" (the run folder's last checkpoint), a run folder, or one checkpoint's folder.
+    `grace_seconds`: from SIGTERM or SIGUSR1 to the end of the process; until then it saves and stops.
     """
 
     dir: str = ""
     name: str = ""
     resume: str = ""
     seed: int = 0
+    grace_seconds: int = 25
 
     def __post_init__(self) -> None:
         _check_range("run.seed", self.seed, 0, 2**63 - 1)
+        _check_range("run.grace_seconds", self.grace_seconds, 1)
         if "/" in self.name or self.name in (".", ".."):
             raise ConfigError(f"run.name must be a plain name without '/', got '{self.name}'; run.dir takes a path")
 
@@ -216,21 +219,56 @@ class WgradConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """How many of the newest checkpoints stay on disk; 0 keeps all."""
+    """How a checkpoint is written, and which stay: the `keep` newest (0: all) and every `keep_every`-th step (0: none).
+
+    `asynchronous` keeps one copy of a rank's state in host memory and writes it while training goes on.
+    """
 
     keep: int = 3
+    keep_every: int = 0
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         _check_range("checkpoint.keep", self.keep, 0)
+        _check_range("checkpoint.keep_every", self.keep_every, 0)
+        if self.keep_every and not self.keep:
+            raise ConfigError(
+                "checkpoint.keep_every is read where checkpoint.keep removes old ones, got "
+                f"{self.keep_every} with keep = 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardsConfig:
+    """What is checked while training: see docs/operations.md.
+
+    A step whose loss or gradient is not finite on any rank is skipped on all; the run stops at the `max_skipped`-th.
+    A loss `spike_sigmas` standard deviations above the mean of recent ones is logged; 0 logs none. Every
+    `replica_check_every` steps ranks compare checksums of what they hold alike; 0 never.
+    """
+
+    skip_nonfinite: bool = True
+    max_skipped: int = 10
+    spike_sigmas: float = 6.0
+    replica_check_every: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range("guards.max_skipped", self.max_skipped, 1)
+        _check_range("guards.spike_sigmas", self.spike_sigmas, 0.0)
+        _check_range("guards.replica_check_every", self.replica_check_every, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Where metrics go besides metrics.jsonl, which is always written; `phases_every` steps, the time of each phase."""
 
     tensorboard: bool = True
     wandb: bool = False
     wandb_project: str = "moe_runtime"
+    phases_every: int = 50
+
+    def __post_init__(self) -> None:
+        _check_range("log.phases_every", self.phases_every, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +300,7 @@ class Config:
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,11 +18,15 @@ from moe_runtime.train.data.cache import PreparedData
 from moe_runtime.train.data.packing import PackedSplit, PreparedInstructions
 from moe_runtime.train.data.sampler import Sampler
 from moe_runtime.train.data.tokens import Batch, TokenSplit
+from moe_runtime.train.guards import Guards
 from moe_runtime.train.metrics import MetricsWriter, StepMetrics, max_over_mean, open_wandb
 from moe_runtime.train.phases import PhaseObserver, Phases
 from moe_runtime.train.profiling import profiled
+from moe_runtime.train.saving import Saver
 from moe_runtime.train.setup import Trainee, forward_flops_per_token, learning_rate
-from moe_runtime.train.step import Stepper, StepResult
+from moe_runtime.train.signals import StopSignals
+from moe_runtime.train.slow_ranks import SlowRanks
+from moe_runtime.train.step import Stepper, StepResult, Votes
 from moe_runtime.train.task import Task
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,6 +50,7 @@ class _Run:
     stepper: Stepper
     phases: Phases
     first_step: int
+    skipped: int
     flops_per_token: float
 
     @property
@@ -63,17 +69,18 @@ class _Stream:
     dp_rank: int
     dp_size: int
 
-    def batches(self, step: int) -> list[Batch]:
-        """The microbatches of a step."""
+    def sequences(self, step: int) -> list[list[int]]:
+        """Their ids, a list a microbatch."""
         return [
-            self.split.sequences(
-                self.sampler.microbatch(
-                    step, index, num_microbatches=self.num_microbatches, dp_rank=self.dp_rank, dp_size=self.dp_size
-                ),
-                self.seq_length,
-            )
+            self.sampler.microbatch(
+                step, index, num_microbatches=self.num_microbatches, dp_rank=self.dp_rank, dp_size=self.dp_size
+            ).tolist()
             for index in range(self.num_microbatches)
         ]
+
+    def batches(self, step: int) -> list[Batch]:
+        """The microbatches of a step."""
+        return [self.split.sequences(np.array(ids), self.seq_length) for ids in self.sequences(step)]
 
     def num_labels(self, step: int) -> int:
         """Tokens to learn in the whole batch of a step, over all ranks."""
@@ -92,7 +99,8 @@ def run(
     """Train by `config`; returns the run folder. Every rank calls it with the same arguments.
 
     `task` says what trains, by default all of a new model; `observer` hears of every phase on this rank.
-    Raises CheckpointError for a checkpoint that cannot be written, read, or that belongs to another model.
+    Raises CheckpointError for a checkpoint that cannot be written, read, or that belongs to another model, and
+    NumericsError where `guards` says to stop. SIGTERM or SIGUSR1 to any rank makes all of them save and return.
     """
     device = local_device(launch)
     if device.type == "cuda":
@@ -109,7 +117,7 @@ def _prepare(config: Config, launch: Launch, hf_config: Any, data: Data, task: T
     torch.manual_seed(config.run.seed + launch.rank)
     folder = Path(_from_first_rank(str(claim_run_dir(config)) if launch.is_main else ""))
     trainee = task.build(config, hf_config, local_device(launch))
-    first_step = _resume(config, folder, trainee, task)
+    facts = _resume(config, folder, trainee, task)
     if launch.is_main:
         (folder / "config.toml").write_text(task.config_text(config, folder))
         hf_config.to_json_file(folder / "model.json")
@@ -124,7 +132,8 @@ def _prepare(config: Config, launch: Launch, hf_config: Any, data: Data, task: T
         trainee=trainee,
         stepper=Stepper(config, trainee, phases),
         phases=phases,
-        first_step=first_step,
+        first_step=facts["step"],
+        skipped=facts.get("skipped_steps", 0),
         flops_per_token=3 * forward_flops_per_token(trainee.model, trainee.layout, trainee.num_experts, top_k),
     )
 
@@ -134,29 +143,61 @@ def _train(run: _Run) -> Path:
     stream = _stream(run, train=True)
     _describe(run)
     run.task.begin(run.stepper, run.folder, run.first_step)
+    guards, slow_ranks = _guards(run, stream), _slow_ranks(run)
     with (
         _metrics(run) as metrics,
         profiled(config.profile, run.folder, run.launch.rank) as after_step,
+        _saver(run) as saver,
+        StopSignals(grace_seconds=config.run.grace_seconds) as signals,
     ):
         for step in range(run.first_step, config.train.steps):
-            started = time.perf_counter()
-            run.phases.start_step(step + 1)
-            lr = learning_rate(config.optim, step, config.train.steps)
+            started, done = time.perf_counter(), step + 1
+            run.phases.start_step(done)
             with run.phases("data"):
                 batches = stream.batches(step)
-            result = run.stepper.step(batches, lr, num_labels=stream.num_labels(step))
+            lr = learning_rate(config.optim, step, config.train.steps)
+            votes = Votes(stop=signals.received is not None, look_at_save=saver.has_failed)
+            result = run.stepper.step(batches, lr, votes, num_labels=stream.num_labels(step))
             seconds = time.perf_counter() - started
-            done = step + 1
             row = _row(run, done, result, lr, seconds, _validation(run, done))
             metrics.write(row, line=done % config.train.log_every == 0 or done == config.train.steps)
             metrics.append_load(done, result.load_LE.numpy())
             after_step()
-            if done == config.train.steps or (
-                config.train.checkpoint_every and done % config.train.checkpoint_every == 0
-            ):
-                _save(run, done)
-    run.task.finish(run.stepper, run.folder)
+            guards.after_step(done, result.loss, result.grad_norm, result.skipped)
+            is_last = done == config.train.steps or result.votes.stop
+            if result.votes.look_at_save:
+                saver.wait()
+            if is_last or (config.train.checkpoint_every and done % config.train.checkpoint_every == 0):
+                _save(run, saver, done, guards.skipped, wait=is_last)
+            if config.log.phases_every and (done % config.log.phases_every == 0 or is_last):
+                slow_ranks.record(done, (done - run.first_step - 1) % config.log.phases_every + 1, run.phases.take())
+            if result.votes.stop and done < config.train.steps:
+                asked = f"on {signals.received.name}" if signals.received else "because another rank was asked to"
+                _LOGGER.warning("stopped after step %d of %d, saved, %s", done, config.train.steps, asked)
+                break
+        else:
+            run.task.finish(run.stepper, run.folder)
     return run.folder
+
+
+def _guards(run: _Run, stream: _Stream) -> Guards:
+    return Guards(
+        run.config.guards,
+        run.folder,
+        run.trainee,
+        sequences=stream.sequences,
+        skipped=run.skipped,
+        resumed_step=run.first_step or None,
+    )
+
+
+def _slow_ranks(run: _Run) -> SlowRanks:
+    return SlowRanks(run.folder, is_main=run.launch.is_main, resumed_step=run.first_step or None)
+
+
+def _saver(run: _Run) -> Saver:
+    config = run.config
+    return Saver(run.checkpoints, run.trainee, config.checkpoint, timeout_seconds=config.parallel.timeout_seconds)
 
 
 def _stream(run: _Run, *, train: bool) -> _Stream:
@@ -231,19 +272,19 @@ def _metrics(run: _Run) -> MetricsWriter:
     )
 
 
-def _save(run: _Run, done: int) -> None:
-    facts = run.task.facts(run.config)
+def _save(run: _Run, saver: Saver, done: int, skipped: int, *, wait: bool) -> None:
+    config = run.config
+    facts = {**run.task.facts(config), "skipped_steps": skipped}
     with run.phases("save"):
-        path = checkpoint.save(
-            run.checkpoints, done, run.trainee.model, run.trainee.optimizer, facts, keep=run.config.checkpoint.keep
-        )
-    _LOGGER.info("checkpoint %s", path)
+        saver.save(done, facts)
+        if wait:
+            saver.wait()
 
 
-def _resume(config: Config, folder: Path, trainee: Trainee, task: Task) -> int:
-    """Load what the configuration resumes, if anything; the number of steps done."""
+def _resume(config: Config, folder: Path, trainee: Trainee, task: Task) -> dict[str, Any]:
+    """Load what the configuration resumes, if anything; what its checkpoint says, with "step", the steps done."""
     if not config.run.resume:
-        return 0
+        return {"step": 0}
     source = folder if config.run.resume == RESUME_LATEST else Path(config.run.resume)
     if (source / "manifest.json").is_file():
         facts = checkpoint.load(source, trainee.model, trainee.optimizer)
@@ -251,7 +292,7 @@ def _resume(config: Config, folder: Path, trainee: Trainee, task: Task) -> int:
         source, facts = checkpoint.load_latest(source / "checkpoints", trainee.model, trainee.optimizer)
     task.check_resumed(facts, source)
     _LOGGER.info("resumed after step %d from %s", facts["step"], source)
-    return facts["step"]
+    return facts
 
 
 def hf_top_k(hf_config: Any) -> int:

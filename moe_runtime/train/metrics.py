@@ -15,7 +15,6 @@ MoE layer received from the whole batch. expert_load.json gives L and E.
 import itertools
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ import numpy as np
 
 from moe_runtime.core.errors import CheckpointError
 from moe_runtime.core.log import get_logger
+from moe_runtime.train.rows import drop_rows_after, json_number, replace_file
 
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.bin"
@@ -90,7 +90,7 @@ class MetricsWriter:
             return
         metrics_path = run_dir / METRICS_FILE
         if resumed_step is not None and metrics_path.exists():
-            _drop_rows_after(metrics_path, resumed_step)
+            drop_rows_after(metrics_path, resumed_step)
         mode = "w" if resumed_step is None else "a"
         self._metrics_file: TextIO = self._cleanup.enter_context(metrics_path.open(mode, encoding="utf-8"))
         self._tensorboard = _open_tensorboard(run_dir, resumed_step) if tensorboard else None
@@ -105,7 +105,7 @@ class MetricsWriter:
         if not self._is_main:
             return
         row = metrics.as_row()
-        self._metrics_file.write(json.dumps({name: _json_number(value) for name, value in row.items()}) + "\n")
+        self._metrics_file.write(json.dumps({name: json_number(value) for name, value in row.items()}) + "\n")
         self._metrics_file.flush()
         values = {name: value for name, value in row.items() if name != "step"}
         if self._tensorboard is not None:
@@ -190,32 +190,13 @@ def open_wandb(run_dir: Path, *, project: str, config: Mapping[str, object]) -> 
 # ---- files ----
 
 
-def _json_number(value: float | int) -> float | int | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def _drop_rows_after(path: Path, step: int) -> None:
-    """Keep the rows of steps <= `step`, in place of the old file at once; a line cut short by a kill goes too."""
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["step"] <= step:
-            kept.append(line + "\n")
-    _replace(path, "".join(kept).encode())
-
-
 def _open_load_file(run_dir: Path, shape: tuple[int, ...], resumed_step: int | None) -> BinaryIO:
     """The load file, ready to append to: new with its header, or cut back to the records of steps <= `resumed_step`."""
     header_path, path = run_dir / LOAD_HEADER_FILE, run_dir / LOAD_FILE
     layers, experts = shape
     if resumed_step is None or not header_path.exists():
         header = {"layers": layers, "experts": experts, "dtype": "int64", "record": "step, load[layers, experts]"}
-        _replace(header_path, (json.dumps(header) + "\n").encode())
+        replace_file(header_path, (json.dumps(header) + "\n").encode())
         return path.open("wb")
     header = json.loads(header_path.read_text(encoding="utf-8"))
     if (header["layers"], header["experts"]) != shape:
@@ -236,16 +217,6 @@ def _open_load_file(run_dir: Path, shape: tuple[int, ...], resumed_step: int | N
 def _step_of_record(file: BinaryIO, index: int, record_bytes: int) -> int:
     file.seek(index * record_bytes)
     return int.from_bytes(file.read(LOAD_DTYPE.itemsize), "little", signed=True)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `content` beside `path` and move it there: a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 # ---- displays ----

@@ -7,6 +7,7 @@ are.
 
 # B sequences of a microbatch on this rank   S tokens of a sequence   T = B S   V vocabulary   L MoE layers   E experts
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,18 +23,33 @@ from moe_runtime.parallel import coordinator_of, gradient_sync
 from moe_runtime.precision import autocast
 from moe_runtime.train.config import Config
 from moe_runtime.train.data.tokens import IGNORED, Batch
+from moe_runtime.train.guards import GradientFacts, gradient_facts, num_nonfinite
 from moe_runtime.train.phases import Phases
 from moe_runtime.train.setup import Trainee, recipe_of
 
 
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What any rank may ask all of them to do after a step; the step's own reduction carries it."""
+
+    stop: bool = False
+    look_at_save: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Global values of one step, on the host."""
+    """Global values of one step, on the host.
+
+    votes    what at least one rank asked for
+    skipped  this rank's gradients, where they changed nothing because a value of some rank was not finite
+    """
 
     loss: float
     grad_norm: float
     aux_loss: float | None
     load_LE: Tensor
+    votes: Votes
+    skipped: GradientFacts | None
 
 
 class Stepper:
@@ -46,8 +62,13 @@ class Stepper:
         self._recipe = recipe_of(config.recipe)
         self._biases = selection_biases(trainee.inner) if config.router.bias_update_rate > 0 else []
 
-    def step(self, microbatches: Sequence[Batch], lr: float, *, num_labels: int | None = None) -> StepResult:
-        """Train on this rank's rows of one global batch; `num_labels` of it are learned over all ranks, None: all."""
+    def step(
+        self, microbatches: Sequence[Batch], lr: float, votes: Votes | None = None, *, num_labels: int | None = None
+    ) -> StepResult:
+        """Train on this rank's rows of one global batch; `num_labels` of it are learned over all ranks, None: all.
+
+        `votes` are this rank's.
+        """
         trainee, config = self.trainee, self.config
         trainee.model.train()
         self._meter.start_step()
@@ -62,28 +83,39 @@ class Stepper:
             with self._phases("backward"):
                 coordinator.flush()
         with self._phases("optimizer"):
-            return self._update(losses, lr)
+            return self._update(losses, lr, votes or Votes())
 
-    def _update(self, losses: Tensor, lr: float) -> StepResult:
-        """Clip, step and forget the gradients; `losses` are this rank's parts."""
+    def _update(self, losses: Tensor, lr: float, votes: Votes) -> StepResult:
+        """Clip, step and forget the gradients; `losses` and `votes` are this rank's parts."""
         trainee, config = self.trainee, self.config
         grad_norm = clip_grad_norm_(trainee.model, config.optim.clip_norm or float("inf"))
-        for group in trainee.optimizer.param_groups:
-            group["lr"] = lr
-        trainee.optimizer.step()
-        trainee.optimizer.zero_grad(set_to_none=True)
-        load_LE = self._meter.global_counts()
-        if self._biases:
-            step_selection_biases(self._biases, load_LE, config.router.bias_update_rate)
+        # The norm has every gradient once; a replica that alone went wrong is in nobody's norm.
+        asked = torch.tensor([votes.stop, votes.look_at_save], dtype=torch.float64, device=trainee.device)
+        sums = torch.cat([losses, num_nonfinite(trainee.model).to(trainee.device).reshape(1), asked])
         if dist.is_initialized():
-            dist.all_reduce(losses)
-        loss, aux_loss = losses.tolist()
+            dist.all_reduce(sums)
+        loss, aux_loss, nonfinite, stop, look_at_save = sums.tolist()
+        norm = grad_norm.item()
+        is_finite = math.isfinite(loss) and math.isfinite(norm) and not nonfinite
+        load_LE = self._meter.global_counts()
+        skipped = None
+        if is_finite or not config.guards.skip_nonfinite:
+            for group in trainee.optimizer.param_groups:
+                group["lr"] = lr
+            trainee.optimizer.step()
+            if self._biases:
+                step_selection_biases(self._biases, load_LE, config.router.bias_update_rate)
+        else:
+            skipped = gradient_facts(trainee.model)
+        trainee.optimizer.zero_grad(set_to_none=True)
         uses_aux = config.router.aux_loss_coefficient > 0
         return StepResult(
             loss=loss,
-            grad_norm=grad_norm.item(),
+            grad_norm=norm,
             aux_loss=aux_loss / trainee.num_moe_layers if uses_aux else None,
             load_LE=load_LE.cpu(),
+            votes=Votes(stop=stop > 0, look_at_save=look_at_save > 0),
+            skipped=skipped,
         )
 
     def _backward(self, batch: Batch, num_tokens: int, num_labels: int) -> Tensor:
