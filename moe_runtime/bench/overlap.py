@@ -7,6 +7,10 @@ where the rows came from; nothing but weight gradients can run meanwhile. A real
 pair of ranks goes with it and sets its length. Exposed: how long the process stood in the wait, which includes time in
 which another process had the core. Schedules alternate in one process; gradients are compared first. --timeline draws
 the last setting's last round, as rank 0 saw it.
+
+    python -m moe_runtime.bench.overlap --stand-in-ms 0.25 0.5 1 [--rows 65536 ...]
+
+On one GPU there is nobody to exchange with: a stand-in takes the collective's place, see bench/stand_in.
 """
 
 # R routed rows   D model width   E local experts
@@ -24,23 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_runtime as mr
+from moe_runtime.bench import stand_in
+from moe_runtime.bench.moe import cuda_device
+from moe_runtime.bench.stand_in import SCHEDULES, Setting
 from moe_runtime.comm.all_to_all import Exchange, start, wait
 from moe_runtime.report.timeline import Bar, write_timelines
 from moe_runtime.testing.ranks import RankPool
-
-_SCHEDULES = ("inline", "late", "deferred")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What one measurement runs."""
-
-    rows: int
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    filler_bytes: int
-    rounds: int
 
 
 @dataclass(kw_only=True)
@@ -116,16 +109,13 @@ class _Layer:
         jobs = len(self.coordinator.trace()["traceEvents"])
         began = time.perf_counter()
         out_RD.square().sum().backward()
-        ended = time.perf_counter()
         self.coordinator.flush()
         seconds = time.perf_counter() - began
-        self.bars = _bars(began, ended, dispatch, combine, self.coordinator.trace()["traceEvents"][jobs:])
+        self.bars = _bars(began, dispatch, combine, self.coordinator.trace()["traceEvents"][jobs:])
         return seconds, dispatch.length, dispatch.exposed
 
 
-def _bars(
-    began: float, ended: float, dispatch: _TimedExchange, combine: _TimedExchange, jobs: list[dict[str, Any]]
-) -> list[Bar]:
+def _bars(began: float, dispatch: _TimedExchange, combine: _TimedExchange, jobs: list[dict[str, Any]]) -> list[Bar]:
     """One backward: what is computed between the two exchanges, and over it the weight gradients where they ran."""
 
     def bar(lane: str, kind: str, start: float, stop: float) -> Bar:
@@ -145,7 +135,7 @@ def _bars(
 
 def measure(setting: Setting) -> tuple[dict[str, Any], dict[str, list[Bar]]]:
     """On every rank: medians of each schedule, after comparing their gradients, and the last round's bars."""
-    layers = {schedule: _Layer(schedule, setting) for schedule in _SCHEDULES}
+    layers = {schedule: _Layer(schedule, setting) for schedule in SCHEDULES}
     rows = sum(layers["inline"].splits)
     x_RD = torch.randn(rows, setting.hidden_size, generator=torch.Generator().manual_seed(dist.get_rank()))
     x_RD.requires_grad_()
@@ -153,11 +143,11 @@ def measure(setting: Setting) -> tuple[dict[str, Any], dict[str, list[Bar]]]:
     for layer in layers.values():
         layer.step(x_RD, ends_E)
     for name, parameter in layers["inline"].experts.named_parameters():
-        for schedule in _SCHEDULES[1:]:
+        for schedule in SCHEDULES[1:]:
             other = layers[schedule].experts.get_parameter(name)
             if parameter.grad is None or other.grad is None or not torch.equal(parameter.grad, other.grad):
                 raise AssertionError(f"{schedule} changed the gradient of {name}: nothing is timed")
-    taken: dict[str, list[tuple[float, float, float]]] = {schedule: [] for schedule in _SCHEDULES}
+    taken: dict[str, list[tuple[float, float, float]]] = {schedule: [] for schedule in SCHEDULES}
     for _ in range(setting.rounds):
         for schedule, layer in layers.items():
             layer.experts.zero_grad()
@@ -180,20 +170,17 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8, help="local to a rank")
     parser.add_argument("--filler-mb", type=float, nargs="+", default=[0, 8, 32])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--stand-in-ms", type=float, nargs="+", help="on one GPU: lengths of the stand-in's exchange")
     parser.add_argument("--timeline", type=Path, help="draw one backward of each schedule into this file")
     arguments = parser.parse_args()
+    if arguments.stand_in_ms:
+        print(stand_in.table(arguments.stand_in_ms, _sizes(arguments, 0), cuda_device()))
+        return
     timelines: dict[str, list[Bar]] = {}
     table = ["| filler | schedule | backward | exchange | exposed | of the exchange |", "|---|---|---|---|---|---|"]
     with RankPool(arguments.ranks) as pool:
         for filler in arguments.filler_mb:
-            setting = Setting(
-                rows=arguments.rows,
-                hidden_size=arguments.hidden_size,
-                intermediate_size=arguments.intermediate_size,
-                num_experts=arguments.experts,
-                filler_bytes=int(filler * 2**20),
-                rounds=arguments.rounds,
-            )
+            setting = _sizes(arguments, int(filler * 2**20))
             medians, timelines = pool.run(measure, setting)[0]
             print(json.dumps({"bench": "overlap", "ranks": arguments.ranks, "filler_mb": filler, **medians}))
             for schedule, found in medians.items():
@@ -205,6 +192,17 @@ def main() -> None:
     print("\n".join(table))
     if arguments.timeline is not None:
         write_timelines(arguments.timeline, timelines)
+
+
+def _sizes(arguments: argparse.Namespace, filler_bytes: int) -> Setting:
+    return Setting(
+        rows=arguments.rows,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_experts=arguments.experts,
+        filler_bytes=filler_bytes,
+        rounds=arguments.rounds,
+    )
 
 
 if __name__ == "__main__":
