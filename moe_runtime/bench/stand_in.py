@@ -1,7 +1,7 @@
 """A stand-in for an exchange, on one GPU: what hides it is measured where there is nobody to exchange with.
 
-For the length asked for, its stream keeps a few multiprocessors busy, as kernels of a collective do, and copies from the
-host, as its traffic does. The rows themselves are copied: values and gradients are those of an exchange with oneself.
+For the length asked for, its stream keeps a few multiprocessors busy, as a collective's kernels do, and copies from
+the host, as its traffic does. Rows are copied too: values and gradients are those of an exchange with oneself.
 Exposed: how long the stream that computes stood in the wait, by events on both sides of it.
 """
 
