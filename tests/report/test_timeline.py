@@ -28,6 +28,6 @@ def test_an_svg_names_panels_lanes_and_kinds(tmp_path: Path) -> None:
 
 def test_bars_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for bar in (Bar("computes", "sleep", 0.0, 1.0), Bar("computes", "dgrad", 2.0, 1.0)):
-        with pytest.raises(ValueError, match="expected a kind among dgrad, .*, waiting and start <= stop"):
+        with pytest.raises(ValueError, match=r"expected a kind among dgrad, .*, waiting and start <= stop"):
             write_timelines(tmp_path / "none.svg", {"inline": [bar]})
     assert not (tmp_path / "none.svg").exists()
