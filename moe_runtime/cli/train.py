@@ -14,6 +14,7 @@ from moe_runtime.comm.bootstrap import Launch, launch_from_env
 from moe_runtime.core.env import environment
 from moe_runtime.core.errors import CheckpointError, ConfigError, NumericsError, UnsupportedError
 from moe_runtime.train.config import Config, check_environment, check_world, load
+from moe_runtime.train.elastic import restarted
 
 
 def train(config_file: str, overrides: Sequence[str], resume: str) -> int:
@@ -49,6 +50,7 @@ def plan(config_file: str, overrides: Sequence[str], resume: str, env: Mapping[s
     if resume:
         config = replace(config, run=replace(config.run, resume=resume))
     launch = launch_from_env(env)
+    config = restarted(config, launch)
     check_world(config, launch.world_size)
     check_environment(config)
     return config, launch

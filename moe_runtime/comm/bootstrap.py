@@ -29,7 +29,8 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 class Launch:
     """This process among its peers. `local_world_size` 0 and `master_addr` empty: the launcher did not say.
 
-    `agent_store`: torchrun's agent already serves the rendezvous store that the ranks connect to.
+    `agent_store`: torchrun's agent already serves the rendezvous store that the ranks connect to. `job`: torchrun's run
+    id, the same in every restart, empty where none was given; `restart_count` counts restarts after a failure.
     """
 
     rank: int = 0
@@ -40,6 +41,8 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
     agent_store: bool = False
+    job: str = ""
+    restart_count: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -210,7 +213,15 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> Launch:
         master_addr=address,
         master_port=_port(env, launcher),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launcher == "torchrun",
+        job=_job(env) if launcher == "torchrun" else "",
+        restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0,
     )
+
+
+def _job(env: Mapping[str, str]) -> str:
+    """torchrun's run id; it says "none" where it was given none."""
+    job = env.get("TORCHELASTIC_RUN_ID", "")
+    return "" if job == "none" else job
 
 
 def _pair(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:

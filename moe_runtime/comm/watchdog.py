@@ -21,13 +21,13 @@ import torch.distributed as dist
 from moe_runtime.comm.black_box import BlackBox
 from moe_runtime.comm.incident import Incident, Peers, Position, from_text, write
 from moe_runtime.comm.watch import Collective
-from moe_runtime.core.errors import CheckpointError, ConfigError, UnsupportedError
+from moe_runtime.core.errors import CheckpointError, ConfigError, NumericsError, UnsupportedError
 
 # A launcher restarts after any code but 0; this one is told apart from a crash.
 EXIT_CODE = 75
 _FAILED, _REPORTED = "watchdog/failed", "watchdog/reported"
 # These end a run in order, with a sentence of their own.
-_SENTENCES = (CheckpointError, ConfigError, UnsupportedError)
+_SENTENCES = (CheckpointError, ConfigError, NumericsError, UnsupportedError)
 # A process whose training thread failed, and that has not ended after this, hangs in its clean-up.
 _END_SECONDS = 30.0
 

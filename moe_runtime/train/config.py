@@ -18,6 +18,7 @@ from typing import Literal
 from moe_runtime.core.config import apply_overrides, from_mapping, read_toml, rest_field, unknown_key
 from moe_runtime.core.errors import ConfigError
 from moe_runtime.train.data import DataConfig
+from moe_runtime.train.deadlines import WatchdogConfig
 
 # The same quantity under the names that Hugging Face config classes give it, most common first.
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -301,6 +302,7 @@ class Config:
     wgrad: WgradConfig = field(default_factory=WgradConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
@@ -327,6 +329,11 @@ class Config:
         if self.experts.backend == "hf" and self.recipe.name != "high_precision":
             raise ConfigError(
                 f"recipe.name must be 'high_precision' with experts.backend = 'hf', got '{self.recipe.name}'"
+            )
+        if self.watchdog.step_deadline(self.parallel.timeout_seconds) >= self.parallel.timeout_seconds:
+            raise ConfigError(
+                f"watchdog.seconds must be below parallel.timeout_seconds = {self.parallel.timeout_seconds}, "
+                f"got {self.watchdog.seconds}"
             )
         last_profiled = self.profile.start_step + self.profile.num_steps - 1
         if self.profile.enabled and last_profiled > self.train.steps:
@@ -476,6 +483,15 @@ def _named_run_dir(config: Config) -> Path | None:
     if config.run.resume and _holds_run(Path(config.run.resume)):
         return Path(config.run.resume)
     return None
+
+
+def run_folders(config: Config) -> list[Path]:
+    """Folders that may hold earlier starts of this run: `run.dir`, else those of its name, the newest last."""
+    if config.run.dir:
+        return [folder for folder in (Path(config.run.dir),) if folder.is_dir()]
+    name = _run_name(config)
+    numbers = {path: _number_of(path, name) for path in _runs_root().glob("*")}
+    return sorted((path for path, number in numbers.items() if number is not None), key=lambda path: numbers[path] or 0)
 
 
 def _runs_root() -> Path:

@@ -1,7 +1,7 @@
 """The training loop: build, resume, step, validate, save. What happens inside a step is in step.py."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from moe_runtime import checkpoint
 from moe_runtime.comm.bootstrap import Launch, init_process_group, local_device, shutdown
 from moe_runtime.core.device import peak_bf16_flops, peak_process_bytes
 from moe_runtime.core.log import get_logger
-from moe_runtime.train.config import RESUME_LATEST, TOP_K_NAMES, Config, claim_run_dir
+from moe_runtime.train.config import RESUME_LATEST, TOP_K_NAMES, Config
 from moe_runtime.train.data.cache import PreparedData
 from moe_runtime.train.data.packing import PackedSplit, PreparedInstructions
 from moe_runtime.train.data.sampler import Sampler
 from moe_runtime.train.data.tokens import Batch, TokenSplit
+from moe_runtime.train.elastic import claim, resume_from
 from moe_runtime.train.guards import Guards
 from moe_runtime.train.metrics import MetricsWriter, StepMetrics, max_over_mean, open_wandb
 from moe_runtime.train.phases import PhaseObserver, Phases
@@ -28,6 +29,7 @@ from moe_runtime.train.signals import StopSignals
 from moe_runtime.train.slow_ranks import SlowRanks
 from moe_runtime.train.step import Stepper, StepResult, Votes
 from moe_runtime.train.task import Task
+from moe_runtime.train.watching import Watch, watched
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -108,15 +110,27 @@ def run(
     if config.parallel.data != "none":
         init_process_group(launch, device_type=device.type, timeout_seconds=config.parallel.timeout_seconds)
     try:
-        return _train(_prepare(config, launch, hf_config, data, task or Task(), Phases(observer)))
+        config, folder = _claim(config, launch)
+        with watched(config, folder, observer) as watch:
+            return _train(_prepare(config, launch, hf_config, data, task or Task(), folder, watch))
     finally:
         shutdown()
 
 
-def _prepare(config: Config, launch: Launch, hf_config: Any, data: Data, task: Task, phases: Phases) -> _Run:
+def _claim(config: Config, launch: Launch) -> tuple[Config, Path]:
+    """The run's folder, and what to resume now that it is known whether a restarted run has saved anything."""
+    folder = Path(_from_first_rank(str(claim(config, launch)) if launch.is_main else ""))
+    resume = _from_first_rank(resume_from(config, folder, launch) if launch.is_main else "")
+    return replace(config, run=replace(config.run, resume=resume)), folder
+
+
+def _prepare(
+    config: Config, launch: Launch, hf_config: Any, data: Data, task: Task, folder: Path, watch: Watch
+) -> _Run:
     torch.manual_seed(config.run.seed + launch.rank)
-    folder = Path(_from_first_rank(str(claim_run_dir(config)) if launch.is_main else ""))
     trainee = task.build(config, hf_config, local_device(launch))
+    watch.name_layers(trainee.inner)
+    phases = Phases(watch)
     facts = _resume(config, folder, trainee, task)
     if launch.is_main:
         (folder / "config.toml").write_text(task.config_text(config, folder))
