@@ -15,9 +15,11 @@ _HOME = {
     "BatchScope": "moe_runtime.nn",
     "Capacity": "moe_runtime.nn",
     "GroupedLinear": "moe_runtime.nn",
+    "GroupedLoRA": "moe_runtime.nn",
     "GroupedMLP": "moe_runtime.nn",
     "GroupedTensor": "moe_runtime.tensor",
     "Quantizer": "moe_runtime.tensor",
+    "LoRAConfig": "moe_runtime.nn",
     "MoEConfig": "moe_runtime.nn",
     "MoELayer": "moe_runtime.nn",
     "MoEOutput": "moe_runtime.nn",
@@ -32,11 +34,15 @@ _HOME = {
     "SharedExperts": "moe_runtime.nn",
     "SharedExpertsConfig": "moe_runtime.nn",
     "WgradCoordinator": "moe_runtime.runtime",
+    "add_lora": "moe_runtime.integrations.peft",
     "autocast": "moe_runtime.precision",
     "distribute": "moe_runtime.parallel",
+    "load_lora_state_dict": "moe_runtime.integrations.peft",
+    "lora_state_dict": "moe_runtime.integrations.peft",
     "quantized_model_init": "moe_runtime.precision",
     "recipes": "moe_runtime.precision",
     "recompute_context_fn": "moe_runtime.precision",
+    "storage_report": "moe_runtime.nn",
 }
 _SUBPACKAGES = ("checkpoint", "formats", "optim", "parallel")
 
@@ -45,11 +51,16 @@ if TYPE_CHECKING:
     from moe_runtime import formats as formats
     from moe_runtime import optim as optim
     from moe_runtime import parallel as parallel
+    from moe_runtime.integrations.peft import add_lora as add_lora
+    from moe_runtime.integrations.peft import load_lora_state_dict as load_lora_state_dict
+    from moe_runtime.integrations.peft import lora_state_dict as lora_state_dict
     from moe_runtime.nn import AuxLoss as AuxLoss
     from moe_runtime.nn import BatchScope as BatchScope
     from moe_runtime.nn import Capacity as Capacity
     from moe_runtime.nn import GroupedLinear as GroupedLinear
+    from moe_runtime.nn import GroupedLoRA as GroupedLoRA
     from moe_runtime.nn import GroupedMLP as GroupedMLP
+    from moe_runtime.nn import LoRAConfig as LoRAConfig
     from moe_runtime.nn import MoEConfig as MoEConfig
     from moe_runtime.nn import MoELayer as MoELayer
     from moe_runtime.nn import MoEOutput as MoEOutput
@@ -62,6 +73,7 @@ if TYPE_CHECKING:
     from moe_runtime.nn import RoutingRecord as RoutingRecord
     from moe_runtime.nn import SharedExperts as SharedExperts
     from moe_runtime.nn import SharedExpertsConfig as SharedExpertsConfig
+    from moe_runtime.nn import storage_report as storage_report
     from moe_runtime.parallel import ParallelPlan as ParallelPlan
     from moe_runtime.parallel import distribute as distribute
     from moe_runtime.precision import autocast as autocast

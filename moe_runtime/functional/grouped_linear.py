@@ -27,12 +27,28 @@ _HIGH_PRECISION = recipes.HighPrecision()
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """A stacked weight (E, F, D) as one forward uses it: where its gradient is handed in (None: in its place), and the
-    recipe of the products with it."""
+    """A stacked weight (E, F, D) as one forward uses it: where its gradient is handed in (None: in its place), the
+    recipe of the products with it, and what is learned beside it."""
 
     value: Tensor
     slot: WgradSlot | None = None
     recipe: Recipe = _HIGH_PRECISION
+    adapter: "HeldAdapter | None" = None
+
+
+@dataclass(frozen=True)
+class HeldAdapter:
+    """The factors of a low-rank update as one forward uses them, see functional/grouped_lora.
+
+    a, b     (E, r, D) and (E, F, r); a first dimension of 1 is one factor for all experts
+    scale    of the update
+    dropout  share of the update's inputs that are dropped now
+    """
+
+    a: HeldWeight
+    b: HeldWeight
+    scale: float
+    dropout: float = 0.0
 
 
 def grouped_linear(

@@ -4,15 +4,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_runtime.functional import (
+    HeldAdapter,
     HeldWeight,
     add_expert_bias,
+    add_lora_update,
     check_weight,
     ends_from_splits,
     grouped_linear,
@@ -29,6 +31,22 @@ from moe_runtime.runtime import (
     late_node,
 )
 from moe_runtime.tensor import GroupedTensor, QuantizedTensor, Quantizer
+
+
+class Adapter(Protocol):
+    """What a layer asks of the module that learns beside its weight: `GroupedLoRA`."""
+
+    def take(self) -> HeldAdapter:
+        """Its factors for one forward, where a late schedule's nodes are made."""
+        ...
+
+    def keep_experts(self, start: int, stop: int) -> None:
+        """As `GroupedLinear.keep_experts`."""
+        ...
+
+    def backward_dw(self) -> None:
+        """As `GroupedLinear.backward_dw`."""
+        ...
 
 
 class GroupedLinear(nn.Module):
@@ -72,6 +90,7 @@ class GroupedLinear(nn.Module):
         self._coordinator: WgradCoordinator | None = None
         self._wgrad_name = ""
         self._last_recipe: Recipe = recipes.HighPrecision()
+        self.lora: Adapter | None = None  # a GroupedLoRA registers itself here, as a child
         self.init_policy: InitPolicy | None = current_init()
         self._quantizer = _quantizer_of(self.init_policy)
         if delay_wgrad_compute:
@@ -130,7 +149,7 @@ class GroupedLinear(nn.Module):
         """Each expert as nn.Linear initializes itself: uniform in +-1/sqrt(in_features)."""
         bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
-            for parameter in self.parameters():
+            for parameter in self.parameters(recurse=False):
                 if isinstance(parameter, QuantizedTensor):
                     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                     parameter.copy_(values.uniform_(-bound, bound))
@@ -161,6 +180,8 @@ class GroupedLinear(nn.Module):
         """
         held = held or self.take_weight()
         y_RF = grouped_linear(x_RD, held.value, ends_E, held.slot, held.recipe)
+        if held.adapter is not None:
+            y_RF = add_lora_update(y_RF, x_RD, held.adapter, ends_E)
         bias_EF = self.stacked_bias()
         return y_RF if bias_EF is None else add_expert_bias(y_RF, bias_EF, ends_E, gate_R)
 
@@ -169,7 +190,7 @@ class GroupedLinear(nn.Module):
         recipe = self._recipe()
         weight_EFD = self.stacked_weight()
         if isinstance(weight_EFD, QuantizedTensor):
-            check_weight(weight_EFD, recipe, self._described())
+            check_weight(weight_EFD, recipe, self.described())
         coordinator = self._coordinator
         slot = None
         if coordinator is not None and weight_EFD.requires_grad:
@@ -180,9 +201,9 @@ class GroupedLinear(nn.Module):
             slot.main_grad = self._main_grad
         if slot is not None and slot.coordinator is not None and slot.coordinator.schedule == "late":
             weight_EFD = late_node(weight_EFD, slot)
-        return HeldWeight(weight_EFD, slot, recipe)
+        return HeldWeight(weight_EFD, slot, recipe, None if self.lora is None else self.lora.take())
 
-    def _described(self) -> str:
+    def described(self) -> str:
         name = f"{self._wgrad_name} = " if self._wgrad_name else ""
         built = "" if self.init_policy is None else f", built by {self.init_policy.recipe}"
         return f"{name}{type(self).__name__}({self.extra_repr()}){built}"
@@ -193,7 +214,7 @@ class GroupedLinear(nn.Module):
         quantizes = self._last_recipe.quantizes or compute.recipe.quantizes
         if quantizes and not compute.recomputing and in_backward():
             raise RuntimeError(
-                f"a quantized layer, {self._described()}, runs its forward inside a backward, where the "
+                f"a quantized layer, {self.described()}, runs its forward inside a backward, where the "
                 f"recipe of its first run ({self._last_recipe}) cannot be seen: pass "
                 "context_fn=moe_runtime.recompute_context_fn to torch.utils.checkpoint.checkpoint"
             )
@@ -216,8 +237,13 @@ class GroupedLinear(nn.Module):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute and accumulate the weight gradient of the oldest backward that waits; does nothing unless delayed."""
-        if self.delay_wgrad_compute and self._coordinator is not None:
+        """Compute and accumulate the weight gradient of the oldest backward that waits; does nothing unless delayed.
+
+        With an adapter, which alone is trained, the adapter's.
+        """
+        if self.lora is not None:
+            self.lora.backward_dw()
+        elif self.delay_wgrad_compute and self._coordinator is not None:
             self._coordinator.run_oldest(self._wgrad_name)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
@@ -255,11 +281,16 @@ class GroupedLinear(nn.Module):
             kept = {"weight": self.weight if self.single_grouped_weight else GroupedTensor.pack(separate)}
             if (bias_EF := self.stacked_bias()) is not None:
                 kept["bias"] = bias_EF
+        trained = {name: self.wgrad_parameters(name)[0].requires_grad for name in kept}
         for name in list(self._parameters):
             del self._parameters[name]
         self.num_gemms = stop - start
         for name in ("weight", "bias"):
             self._register(name, kept[name].detach()[start:stop].clone() if name in kept else None)
+            for parameter in self.wgrad_parameters(name) if name in kept else ():
+                parameter.requires_grad_(trained[name])
+        if self.lora is not None:
+            self.lora.keep_experts(start, stop)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         marked = [name for name, p in self._parameters.items() if getattr(p, "skip_backward_post_hook", False)]

@@ -97,10 +97,11 @@ class GroupedMLP(nn.Module):
         return moe_mlp(x_TD, gate_R, ends_E, gate_up, down, tokens=tokens, layout=self.gate_up_layout)
 
     def is_one_function(self, weights: tuple[HeldWeight, HeldWeight]) -> bool:
-        """Whether `functional.moe_mlp` computes these experts: SwiGLU, no bias, products in high precision."""
+        """Whether `functional.moe_mlp` computes these experts: SwiGLU, no bias, high precision, no adapter."""
         return (
             self.activation == "swiglu"
             and not self.gate_up.use_bias
+            and not any(held.adapter is not None for held in weights)
             and not any(held.recipe.quantizes or isinstance(held.value, QuantizedTensor) for held in weights)
         )
 
