@@ -4,6 +4,8 @@
 and which old ones are removed, is in `files`.
 """
 
+import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,6 +262,12 @@ def _read(checkpoint: Path, described: Metadata, entries: dict[str, Any], *, no_
             dcp.load(entries, storage_reader=metadata.Reader(checkpoint, described), no_dist=no_dist)
     except CheckpointException as error:
         rank, failure = sorted(error.failures.items())[0]
+        if isinstance(failure[0], pickle.UnpicklingError):
+            # torch reads tensors with weights_only, and says at length what a file asked for instead.
+            asked = re.search(r"GLOBAL ([\w.]+)", str(failure[0]))
+            what = f"{asked[1]}, which no tensor needs" if asked else "what no tensor needs"
+            problem = f"{checkpoint} is damaged: a tensor's file asks for {what}, and is refused"
+            raise DamagedCheckpointError(problem) from error
         raise CheckpointError(f"{checkpoint} cannot be read: rank {rank}: {failure[0]}") from error
 
 
