@@ -29,4 +29,6 @@ fi
 
 # Ranks compute with few threads each unless told otherwise: all of them share this host's cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A notice of pre-emption reaches the ranks, which save and stop, whether it comes as SIGTERM or as SIGUSR1.
+export TORCHELASTIC_SIGNALS_TO_HANDLE="${TORCHELASTIC_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
 exec torchrun "${hosts[@]}" "${processes[@]}" -m moe_runtime train "$@"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 
 from moe_runtime.cli import lazy
 from moe_runtime.cli.exits import INTERRUPTED, USAGE, fail
+from moe_runtime.core.private import private_files
 
 try:
     import typer
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = typer.main.get_command(_app())
     try:
-        return command.main(arguments, prog_name="moe_runtime", standalone_mode=False) or 0
+        with private_files():
+            return command.main(arguments, prog_name="moe_runtime", standalone_mode=False) or 0
     except UsageError as error:
         # The message of a usage error is what click would print under its usage line.
         return fail(cast(Any, error).format_message(), code=USAGE)

@@ -38,7 +38,7 @@ def train(config_file: str, overrides: Sequence[str], resume: str) -> int:
     except ConfigError as error:
         return fail(str(error), code=USAGE, shared=False)
     except NumericsError as error:
-        return fail(str(error), code=FAILED)
+        return fail(str(error), code=FAILED, final=True)
     except (CheckpointError, UnsupportedError) as error:
         return fail(str(error), code=FAILED, shared=False)
     return 0

@@ -6,7 +6,10 @@ is the only function here that touches torch, which is imported when it is calle
 """
 
 import datetime
+import errno
+import ipaddress
 import re
+import socket
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,13 +17,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from moe_runtime.core.errors import ConfigError
+from moe_runtime.core.log import get_logger
 
 if TYPE_CHECKING:
     import torch
 
+_LOGGER = get_logger(__name__)
+
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "none"]
 
 DEFAULT_PORT = 29500
+# Connections that may wait at once: every rank of a large run comes in the same second.
+_BACKLOG = 2048
 # Slurm numbers its batch, interactive and other non-srun steps from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -154,8 +162,16 @@ def init_process_group(launch: Launch, *, device_type: str, timeout_seconds: flo
     elif launch.agent_store:
         arguments.update(init_method="env://")
     else:
-        address = f"tcp://{launch.master_addr}:{launch.master_port}"
-        arguments.update(init_method=address, rank=launch.rank, world_size=launch.world_size)
+        server = _listen(launch).detach() if launch.is_main else None
+        store = dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            launch.world_size,
+            launch.is_main,
+            timeout=arguments["timeout"],
+            master_listen_fd=server,
+        )
+        arguments.update(store=store, rank=launch.rank, world_size=launch.world_size)
     dist.init_process_group(**arguments)
 
 
@@ -174,6 +190,29 @@ def shutdown() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _listen(launch: Launch) -> socket.socket:
+    """Rank 0's end of the store that we make: it asks nobody for a password, so it listens where it was said to only.
+
+    A name that means this host's loopback here (as many hosts resolve their own) is of no use to other hosts; then, and
+    where the name is no address of this host, it listens on every interface and says so.
+    """
+    address, port = launch.master_addr, launch.master_port
+    several_hosts = launch.local_world_size != launch.world_size
+    try:
+        for family, _, _, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+            if several_hosts and ipaddress.ip_address(where[0]).is_loopback:
+                continue
+            try:
+                return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+        _LOGGER.warning("%s is no address of this host that others can reach: port %d is open on all", address, port)
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"rank 0 cannot listen on MASTER_ADDR:MASTER_PORT = {address}:{port}: {error}") from error
 
 
 # ---- reading ----
