@@ -15,5 +15,14 @@ from moe_runtime.integrations.megatron.attributes import ParameterAttributes
 from moe_runtime.integrations.megatron.experts import GroupedExperts, experts_spec, with_grouped_experts
 from moe_runtime.integrations.megatron.linear import ExpertLinear
 from moe_runtime.integrations.megatron.protocol import verify
+from moe_runtime.integrations.megatron.quantized import with_quantized_masters
 
-__all__ = ["ExpertLinear", "GroupedExperts", "ParameterAttributes", "experts_spec", "verify", "with_grouped_experts"]
+__all__ = [
+    "ExpertLinear",
+    "GroupedExperts",
+    "ParameterAttributes",
+    "experts_spec",
+    "verify",
+    "with_grouped_experts",
+    "with_quantized_masters",
+]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_runtime.functional import Activation
+from moe_runtime.integrations.megatron.checkpoint import ExpertsPlace, sharded_entries
 from moe_runtime.integrations.megatron.linear import ExpertLinear, ExpertMLP
 
 
@@ -30,6 +31,8 @@ class GroupedExperts(MegatronModule):
     num_local_experts      E: Megatron's MoELayer passes it, the config and the process groups
     single_grouped_weight  one weight (E, F, D); False: weight0, weight1, ... Either loads the other's checkpoints
     delay_wgrad_compute, fuse_wgrad_accumulation    None: as the config says for the whole model
+    own_optimizer          keep the experts in buffers and an optimizer of their own at expert degree 1 too, and not, as
+                           Megatron, from degree 2 on: then a checkpoint with its optimizer opens at any degree
 
     Of the config are read: widths, latent size, bias, activation, `moe_apply_probs_on_input`, initialization, dtype,
     `delay_wgrad_compute`, `gradient_accumulation_fusion`. Built under `quantized_model_init`, weights are stored
@@ -46,6 +49,7 @@ class GroupedExperts(MegatronModule):
         single_grouped_weight: bool = True,
         delay_wgrad_compute: bool | None = None,
         fuse_wgrad_accumulation: bool | None = None,
+        own_optimizer: bool = False,
     ) -> None:
         super().__init__(config=config)
         if submodules is not None:
@@ -72,7 +76,8 @@ class GroupedExperts(MegatronModule):
         # Not a child: the names of parameters are Megatron's.
         self._mlp = (mlp,)
         # The dense group of an expert is another one than its own wherever its ranks are grouped otherwise.
-        ordinary = self.ep_group.size() == 1 and config.tensor_model_parallel_size == self.tp_group.size()
+        same_ranks = self.ep_group.size() == 1 and config.tensor_model_parallel_size == self.tp_group.size()
+        ordinary = same_ranks and not own_optimizer
         stride = 2 if config.gated_linear_unit else 1
         self.linear_fc1.mark(partition_dim=0, partition_stride=stride, allreduce=ordinary)
         self.linear_fc2.mark(partition_dim=1, partition_stride=1, allreduce=ordinary)
@@ -120,6 +125,24 @@ class GroupedExperts(MegatronModule):
                         kept.append(value.to(self.config.params_dtype))
         for linear, kept in zip(linears, values, strict=True):
             _fill(linear, kept)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's checkpoints: one entry for each expert of all ranks, as its SequentialMLP writes them."""
+        place = ExpertsPlace(
+            first=self.ep_group.rank() * self.num_local_experts,
+            total=self.ep_group.size() * self.num_local_experts,
+            replica_id=(0, 0, self.dp_group.rank()),
+            sharded_offsets=tuple(sharded_offsets),
+            singleton=bool((metadata or {}).get("singleton_local_shards", False)),
+        )
+        sharded = {}
+        for name in ("linear_fc1", "linear_fc2"):
+            halves = name == "linear_fc1" and self.config.gated_linear_unit
+            for key, entry in sharded_entries(getattr(self, name), f"{prefix}experts.{name}", place, halves).items():
+                sharded[f"{prefix}{name}.{key}"] = entry
+        return sharded
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw` must be called after each backward."""

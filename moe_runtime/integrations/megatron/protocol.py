@@ -116,8 +116,8 @@ def _verify_placement(ddp: DistributedDataParallel, linears: dict[str, ExpertLin
             if parameter is not None and (differences := linear.attributes_of(key).differences(parameter)):
                 raise RuntimeError(f"{linear_name}.{key} carries {'; '.join(differences)}")
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    both: dict[str, list[Any]] = {"dense": list(ddp.buffers), "expert": list(ddp.expert_parallel_buffers)}
-    for kind, buffers in both.items():
+    held: Any = ddp  # its list of buffers has the name of a method of nn.Module
+    for kind, buffers in (("dense", held.buffers), ("expert", held.expert_parallel_buffers)):
         for buffer in buffers:
             for parameter in buffer.params:
                 name = names.get(id(parameter))

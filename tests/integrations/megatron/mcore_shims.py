@@ -3,7 +3,10 @@ processes of a RankPool do, before they import megatron. Nothing of megatron is 
 """
 
 import logging
+import queue
+import threading
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +53,7 @@ def _install() -> None:
     torch.cuda.stream = lambda stream=None: stream if isinstance(stream, Stream) else current
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_, **__: None
     torch.Tensor.record_stream = lambda *_, **__: None
+    torch.Tensor.cuda = lambda self, *_, **__: self
     for name in ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Megatron's optimizers take parameters by the text of their type.
@@ -67,6 +71,8 @@ _install()
 warnings.filterwarnings("ignore")
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads the name without Transformer Engine, too
@@ -76,3 +82,22 @@ _move = token_dispatcher.maybe_move_tensor_to_cpu
 token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
     t.numpy() if as_numpy and torch.is_tensor(t) and not t.is_cuda else _move(t, as_numpy, record_stream)
 )
+
+# Checkpoint files are written by processes; a pool's ranks may have none, so threads do it.
+_threads = SimpleNamespace(Process=threading.Thread, Queue=queue.Queue, JoinableQueue=queue.Queue)
+_results: queue.Queue[Any] = queue.Queue()
+filesystem_async.mp = SimpleNamespace(get_context=lambda *_: _threads, Queue=queue.Queue)
+filesystem_async._get_write_results_queue = lambda: _results
+
+# With torch's own Adam, 0.16.1 gives all parameters one step tensor, which each of them would advance, and then looks
+# for it among the tensors that it has loaded.
+_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_states_and_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    held = self._get_main_param_and_optimizer_states(model_param)
+    self.optimizer.state[held["param"]]["step"] = held["step"].clone()
+    _set_states(self, model_param, {"step": held["step"], **tensors})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_and_step

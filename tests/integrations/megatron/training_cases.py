@@ -30,6 +30,7 @@ class Case:
     layout: str = "grouped"
     precision: str = "fp32"
     fused: bool = False
+    own_optimizer: bool = False
 
     def __str__(self) -> str:
         parts = [self.schedule, self.layout, self.precision, f"{self.world}ranks", f"ep{self.ep}"]
@@ -48,6 +49,7 @@ class Net(nn.Module):
             "single_grouped_weight": case.layout == "grouped",
             "delay_wgrad_compute": case.schedule != "inline",
             "fuse_wgrad_accumulation": case.fused,
+            "own_optimizer": case.own_optimizer,
         }
         self.layers = nn.ModuleList([moe_layer(cfg, ours=True, seed=seed, **options) for seed in (5, 6)])
 
