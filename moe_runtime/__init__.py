@@ -37,12 +37,16 @@ _HOME = {
     "add_lora": "moe_runtime.integrations.peft",
     "autocast": "moe_runtime.precision",
     "distribute": "moe_runtime.parallel",
+    "export_peft": "moe_runtime.integrations.peft",
+    "import_peft": "moe_runtime.integrations.peft",
     "load_lora_state_dict": "moe_runtime.integrations.peft",
     "lora_state_dict": "moe_runtime.integrations.peft",
+    "merge_lora": "moe_runtime.integrations.peft",
     "quantized_model_init": "moe_runtime.precision",
     "recipes": "moe_runtime.precision",
     "recompute_context_fn": "moe_runtime.precision",
     "storage_report": "moe_runtime.nn",
+    "unmerge_lora": "moe_runtime.integrations.peft",
 }
 _SUBPACKAGES = ("checkpoint", "formats", "optim", "parallel")
 
@@ -52,8 +56,12 @@ if TYPE_CHECKING:
     from moe_runtime import optim as optim
     from moe_runtime import parallel as parallel
     from moe_runtime.integrations.peft import add_lora as add_lora
+    from moe_runtime.integrations.peft import export_peft as export_peft
+    from moe_runtime.integrations.peft import import_peft as import_peft
     from moe_runtime.integrations.peft import load_lora_state_dict as load_lora_state_dict
     from moe_runtime.integrations.peft import lora_state_dict as lora_state_dict
+    from moe_runtime.integrations.peft import merge_lora as merge_lora
+    from moe_runtime.integrations.peft import unmerge_lora as unmerge_lora
     from moe_runtime.nn import AuxLoss as AuxLoss
     from moe_runtime.nn import BatchScope as BatchScope
     from moe_runtime.nn import Capacity as Capacity

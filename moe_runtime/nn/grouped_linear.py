@@ -36,8 +36,8 @@ from moe_runtime.tensor import GroupedTensor, QuantizedTensor, Quantizer
 class Adapter(Protocol):
     """What a layer asks of the module that learns beside its weight: `GroupedLoRA`."""
 
-    def take(self) -> HeldAdapter:
-        """Its factors for one forward, where a late schedule's nodes are made."""
+    def take(self) -> HeldAdapter | None:
+        """Its factors for one forward, where a late schedule's nodes are made; None: it changes nothing now."""
         ...
 
     def keep_experts(self, start: int, stop: int) -> None:

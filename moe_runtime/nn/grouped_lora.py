@@ -47,6 +47,7 @@ class GroupedLoRA(nn.Module):
         if base.lora is not None:
             raise ValueError(f"{base.described()} has an adapter already: merge or remove it first")
         self.config, self.shared = config, shared
+        self.merged = False  # whether the base holds the update already
         like = base.wgrad_parameters("weight")[0]
         num_experts = base.num_gemms
 
@@ -68,8 +69,12 @@ class GroupedLoRA(nn.Module):
         base.requires_grad_(False)
         base.lora = self
 
-    def take(self) -> HeldAdapter:
-        """The factors for one forward, where a late schedule's nodes are made."""
+    def take(self) -> HeldAdapter | None:
+        """The factors for one forward, where a late schedule's nodes are made; None where the base holds the update."""
+        if self.merged:
+            if self.training and torch.is_grad_enabled():
+                raise RuntimeError("the adapters are merged, and would not learn: unmerge_lora(model) before training")
+            return None
         dropout = self.config.dropout if self.training else 0.0
         return HeldAdapter(self.a.take_weight(), self.b.take_weight(), self.config.scale, dropout)
 
