@@ -10,6 +10,8 @@ import errno
 import ipaddress
 import re
 import socket
+import time
+import uuid
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,12 +23,14 @@ from moe_runtime.core.log import get_logger
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 _LOGGER = get_logger(__name__)
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "none"]
 
 DEFAULT_PORT = 29500
+_POLL_SECONDS = 0.01
 # Connections that may wait at once: every rank of a large run comes in the same second.
 _BACKLOG = 2048
 # Slurm numbers its batch, interactive and other non-srun steps from here on.
@@ -160,7 +164,10 @@ def init_process_group(launch: Launch, *, device_type: str, timeout_seconds: flo
             f"MASTER_ADDR must name rank 0's host for {launch.world_size} ranks on several hosts, got nothing"
         )
     elif launch.agent_store:
-        arguments.update(init_method="env://")
+        limit = arguments["timeout"]
+        store = dist.TCPStore(launch.master_addr, launch.master_port, is_master=False, timeout=limit)
+        prefix = fresh_prefix(store, launch, timeout_seconds=timeout_seconds)
+        arguments.update(store=dist.PrefixStore(prefix, store), rank=launch.rank, world_size=launch.world_size)
     else:
         server = _listen(launch).detach() if launch.is_main else None
         store = dist.TCPStore(
@@ -173,6 +180,34 @@ def init_process_group(launch: Launch, *, device_type: str, timeout_seconds: flo
         )
         arguments.update(store=store, rank=launch.rank, world_size=launch.world_size)
     dist.init_process_group(**arguments)
+
+
+def fresh_prefix(store: "dist.Store", launch: Launch, *, timeout_seconds: float) -> str:
+    """A name for the keys of this start alone, the same on all of its ranks.
+
+    torchrun's agent keeps its store through restarts, and old keys with it: addresses of processes that are gone, among
+    others. Nothing that a rank is told differs from one start to the next on all hosts alike. So each rank makes up a
+    word, and rank 0 answers to each word with the name until every rank has said that it got it.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
+    store.set(f"word/{launch.rank}", word)
+    if launch.rank:
+        name = store.get(f"name/{word}").decode()
+        store.add(f"got/{name}", 1)
+        return name
+    words: dict[int, str] = {}
+    while store.add(f"got/{word}", 0) < launch.world_size - 1:
+        for rank in range(1, launch.world_size):
+            key = f"word/{rank}"
+            said = store.get(key).decode() if store.check([key]) else ""
+            if said and said != words.get(rank):
+                words[rank] = said
+                store.set(f"name/{said}", word)
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(1, launch.world_size) if rank not in words]
+            raise TimeoutError(f"ranks {missing or 'of an earlier start'} did not come within {timeout_seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+    return word
 
 
 def local_device(launch: Launch) -> "torch.device":

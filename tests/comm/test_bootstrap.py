@@ -4,6 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from moe_runtime.comm.bootstrap import (
     Launch,
     check_unique,
     device_index,
+    fresh_prefix,
     init_process_group,
     launch_from_env,
     likely_rank,
@@ -210,3 +214,25 @@ def test_two_mpi_ranks_meet_without_a_warning():
     for process in processes:
         out, err = process.communicate(timeout=90)
         assert (process.returncode, out, err) == (0, "openmpi [0, 1]\n", "")
+
+
+def test_each_start_has_keys_of_its_own_in_a_store_that_outlives_it() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))
+
+    def start(slow: int, rank: int) -> str:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+        time.sleep(0.3 if rank == slow else 0.0)
+        return fresh_prefix(store, Launch(rank=rank, world_size=3), timeout_seconds=30)
+
+    names = []
+    for slow in (0, 1, 2):  # words of the start before are there while a rank is late
+        with ThreadPoolExecutor(3) as pool:
+            found = set(pool.map(start, [slow] * 3, range(3)))
+        assert len(found) == 1
+        names += found
+    assert len(set(names)) == 3
+
+
+def test_a_rank_that_does_not_start_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not come within 0.2 s"):
+        fresh_prefix(dist.HashStore(), Launch(rank=0, world_size=2), timeout_seconds=0.2)
