@@ -180,6 +180,11 @@ def _data_parallel(model: nn.Module, layout: ParallelLayout, deferred: WgradCoor
         raise ValueError("data='ddp' needs materialized parameters, got some on meta; use 'fsdp2' or materialize first")
     delayed = {name for name, p in model.named_parameters() if deferred and getattr(p, _MARK, False)}
     ours = layout.expert_parameters | delayed
+    if not any(p.requires_grad and name not in ours for name, p in model.named_parameters()):
+        raise ValueError(
+            "data='ddp' needs a trainable parameter outside of the experts that are split or delayed: train one, or "
+            "choose data='fsdp2' or expert=1"
+        )
     # DDP broadcasts by flattening, which the bytes of a quantized tensor do not survive; then all is done here.
     stored = any(isinstance(p, QuantizedTensor) for p in model.parameters())
     if ours:

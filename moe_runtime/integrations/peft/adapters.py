@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_runtime.checkpoint.hf import Names, Piece, attach_names, names_of
 from moe_runtime.checkpoint.tensors import named_parameters
@@ -15,7 +16,7 @@ from moe_runtime.integrations.peft.linear import BASE, initialize_linears, injec
 from moe_runtime.nn import GroupedLoRA, LoRAConfig, StorageReport, storage_report
 from moe_runtime.nn.adapters import AdaptedLinear, adapted_linears, adapter_parameters, grouped_linears
 
-__all__ = ["LoRAReport", "add_lora", "check_frozen_base", "lora_config"]
+__all__ = ["LoRAReport", "add_lora", "check_frozen_base", "lora_config", "unwrapped"]
 
 _CONFIG = "lora_config"
 
@@ -47,7 +48,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
     Raises ValueError for a name that matches nothing (with the nearest known), a rank that a layer is too small for, a
     model that has adapters, that is sharded, or whose weight gradients a coordinator owns already.
     """
-    _check_unwrapped(model)
+    _check_new(model)
     grouped, linear = _targets(model, config)
     for name, (layer, _) in grouped.items():
         _check_rank(name, layer.in_features, layer.out_features, config)
@@ -77,11 +78,15 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> LoRAReport:
 
 def lora_config(model: nn.Module) -> LoRAConfig:
     """What `add_lora` was given for this model, or for what it wraps. ValueError where it has no adapters."""
-    inner = getattr(model, "module", None)
-    config = getattr(model, _CONFIG, None) or getattr(inner, _CONFIG, None)
+    config = getattr(unwrapped(model), _CONFIG, None)
     if config is None:
         raise ValueError(f"{type(model).__name__} has no adapters: call add_lora(model, config) first")
     return config
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What DDP wraps, whose parameters have the names that adapters are known by; or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_frozen_base(model: nn.Module) -> None:
@@ -95,7 +100,7 @@ def check_frozen_base(model: nn.Module) -> None:
         )
 
 
-def _check_unwrapped(model: nn.Module) -> None:
+def _check_new(model: nn.Module) -> None:
     if adapted_linears(model) or hasattr(model, _CONFIG):
         raise ValueError("the model has adapters already: merge or load them, or begin with a new model")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -18,7 +18,7 @@ from moe_runtime.checkpoint.hf import Folder, Names, Piece, Style, names_of
 from moe_runtime.checkpoint.hf.load import agree
 from moe_runtime.checkpoint.hf.writer import Shard, ShardWriter, Spec
 from moe_runtime.core.errors import CheckpointError
-from moe_runtime.integrations.peft.adapters import add_lora, lora_config
+from moe_runtime.integrations.peft.adapters import add_lora, lora_config, unwrapped
 from moe_runtime.integrations.peft.linear import BASE
 from moe_runtime.integrations.peft.packing import Factors, from_fused, from_pieces, padded, to_fused, to_pieces
 from moe_runtime.integrations.peft.state import load_lora_state_dict, lora_state_dict
@@ -57,7 +57,8 @@ def export_peft(model: nn.Module, folder: str | Path, *, style: Style = "fused",
     PEFT has no dropout for fused experts, so that their folder says 0. A factor that experts share is written for each.
     Raises CheckpointError on every rank for a folder that is not empty or cannot be written.
     """
-    names, config, folder = names_of(model), lora_config(model), Path(folder)
+    model, folder = unwrapped(model), Path(folder)
+    names, config = names_of(model), lora_config(model)
     state = lora_state_dict(model)
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
@@ -183,6 +184,7 @@ def import_peft(model: nn.Module, folder: str | Path) -> LoRAConfig:
     their own each, ranks add up, and others are padded to the largest: the update is the same. Returns the config.
     Raises CheckpointError on every rank for a folder of another base, another kind of adapter, or none at all.
     """
+    model = unwrapped(model)
     problem, config, given = "", None, None
     try:
         text = _read_config(Path(folder))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from moe_runtime.integrations.peft.adapters import lora_config
+from moe_runtime.integrations.peft.adapters import lora_config, unwrapped
 from moe_runtime.integrations.peft.linear import BASE
 from moe_runtime.nn.adapters import adapted_linears
 from moe_runtime.tensor import GroupedTensor, QuantizedTensor
@@ -54,6 +54,7 @@ def merge_lora(model: nn.Module, *, keep: bool = True) -> MergeReport:
     One expert's update is made at a time, in fp32. Every rank calls it. A merged model is for evaluating and saving:
     its training forward raises. Raises ValueError for a model without adapters, or merged already.
     """
+    model = unwrapped(model)
     lora_config(model)
     if hasattr(model, _ORIGINALS):
         raise ValueError("the adapters are merged already: unmerge_lora(model) first")
@@ -86,6 +87,7 @@ def merge_lora(model: nn.Module, *, keep: bool = True) -> MergeReport:
 @torch.no_grad()
 def unmerge_lora(model: nn.Module) -> None:
     """Put back, bit by bit, the weights that `merge_lora` kept. ValueError where nothing is merged or kept."""
+    model = unwrapped(model)
     if not hasattr(model, _ORIGINALS):
         raise ValueError("the adapters are not merged: nothing to take away")
     originals: dict[str, Tensor] | None = getattr(model, _ORIGINALS)

@@ -9,7 +9,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moe_runtime.checkpoint.tensors import global_view
 from moe_runtime.comm.layout import layout_of
-from moe_runtime.integrations.peft.adapters import check_frozen_base, lora_config
+from moe_runtime.integrations.peft.adapters import check_frozen_base, lora_config, unwrapped
 from moe_runtime.nn.adapters import adapter_parameters
 
 __all__ = ["load_lora_state_dict", "lora_state_dict"]
@@ -60,8 +60,6 @@ def load_lora_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def _views(model: nn.Module) -> dict[str, Tensor]:
     """The global view of each adapter parameter, over the live storage."""
+    model = unwrapped(model)
     layout = layout_of(model)
-    return dict(
-        global_view(name.removeprefix("module."), parameter.detach(), layout)
-        for name, parameter in adapter_parameters(model)
-    )
+    return dict(global_view(name, parameter.detach(), layout) for name, parameter in adapter_parameters(model))

@@ -102,10 +102,16 @@ def in_peft(base: Path, folder: Path) -> Any:
         return peft.PeftModel.from_pretrained(theirs(base), str(folder)).eval()
 
 
-CONVERTED = [("qwen3_moe", "per_expert"), ("mixtral", "per_expert")]
+FOLDERS = [
+    ("qwen3_moe", "fused"),
+    ("gpt_oss", "fused"),
+    ("qwen3_moe", "per_expert"),
+    pytest.param("mixtral", "fused", marks=pytest.mark.slow),
+    pytest.param("mixtral", "per_expert", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("name", "style"), [*((name, "fused") for name in MODELS), *CONVERTED])
+@pytest.mark.parametrize(("name", "style"), FOLDERS)
 def test_our_folder_opens_in_peft(name: str, style: Any, bases: dict[str, Path], tmp_path: Path) -> None:
     model = adapted(bases[name])
     expected = logits(model)
