@@ -93,6 +93,9 @@ class GroupedExperts(MegatronModule):
         permuted_probs  (R,) routing weights; their product with the activation, as Megatron's own experts take it
         """
         x_RD, gate_R = permuted_local_hidden_states, permuted_probs
+        if self.config.overlap_moe_expert_parallel_comm and self.num_local_experts == 1:
+            # This order frees what the exchange gave after forward; sorting by expert copies it, where it must.
+            x_RD = x_RD.clone()
         if self.config.moe_apply_probs_on_input:
             x_RD, gate_R = (gate_R[:, None] * x_RD).to(x_RD.dtype), None
         return self._mlp[0](x_RD, tokens_per_expert, gate_R), None

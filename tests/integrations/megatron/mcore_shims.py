@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,8 @@ def _install() -> None:
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_, **__: None
     torch.Tensor.record_stream = lambda *_, **__: None
     torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
+    torch.cuda.nvtx.range = lambda *_, **__: nullcontext()
     for name in ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Megatron's optimizers take parameters by the text of their type.
@@ -73,10 +76,12 @@ logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.tensor_parallel import random as mcore_random  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads the name without Transformer Engine, too
     moe_utils.te_general_gemm = None
+mcore_random.CudaRNGStatesTracker.fork = lambda *_: nullcontext()
 # Split sizes become lists of integers only where they come from a GPU.
 _move = token_dispatcher.maybe_move_tensor_to_cpu
 token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
