@@ -56,7 +56,8 @@ def _arm(config: Config, hf_config: object, device: torch.device, backend: str) 
     return config, build(config, hf_config, device)
 
 
-def _batches(config: Config, data: PreparedData, step: int) -> list[Batch]:
+def batches(config: Config, data: PreparedData, step: int) -> list[Batch]:
+    """The microbatches of a step, all of them."""
     sampler = Sampler(
         num_sequences=data.train.num_sequences(config.data.seq_length),
         global_batch_size=config.train.global_batch_size,
@@ -69,7 +70,7 @@ def _batches(config: Config, data: PreparedData, step: int) -> list[Batch]:
 
 def _check(config: Config, arms: dict[str, Stepper], data: PreparedData) -> None:
     for step in range(_CHECKED_STEPS):
-        losses = {name: arm.step(_batches(config, data, step), config.optim.lr).loss for name, arm in arms.items()}
+        losses = {name: arm.step(batches(config, data, step), config.optim.lr).loss for name, arm in arms.items()}
         error = abs(losses["grouped"] - losses["hf"]) / losses["hf"]
         if not error <= _LOSS_TOLERANCE[config.train.dtype]:
             raise SystemExit(f"step {step}: losses differ by {error:.1e}, not timed: {losses}")
@@ -80,11 +81,11 @@ def _time(
 ) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for step in range(rounds):
-        batches = _batches(config, data, _CHECKED_STEPS + step)
+        microbatches = batches(config, data, _CHECKED_STEPS + step)
         # The order alternates too, so that neither arm always finds the other's memory in the cache.
         for name in list(arms)[:: 1 if step % 2 else -1]:
             started = time.perf_counter()
-            arms[name].step(batches, config.optim.lr)
+            arms[name].step(microbatches, config.optim.lr)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[name].append(time.perf_counter() - started)

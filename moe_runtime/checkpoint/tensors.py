@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from moe_runtime.comm.layout import ParallelLayout, layout_of
-from moe_runtime.tensor import QuantizedTensor
+from moe_runtime.tensor import GroupedTensor, QuantizedTensor
 
 _SUFFIXES = {
     f"{prefix}_{part}": f".{direction}.{name}"
@@ -140,7 +140,7 @@ def forget_init_values(model: nn.Module) -> None:
 
 def global_view(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, Tensor]:
     """The name and tensor under which parameter `name`, or something of its shape, stands in a checkpoint."""
-    value = value.detach()
+    value = _plain(value.detach())
     if name not in layout.expert_parameters:
         return name, value
     assert layout.expert_mesh is not None
@@ -160,6 +160,17 @@ def global_view(name: str, value: Tensor, layout: ParallelLayout) -> tuple[str, 
     return name, DTensor.from_local(
         local, layout.expert_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def _plain(value: Tensor) -> Tensor:
+    """`value` without a class of ours, on the same storage: files of plain tensors need no code of ours to be read."""
+    if isinstance(value, DTensor):
+        local = local_of(value)
+        if not isinstance(local, GroupedTensor):
+            return value
+        mesh, placements, stride = value.device_mesh, value.placements, value.stride()
+        return DTensor.from_local(_plain(local), mesh, placements, run_check=False, shape=value.shape, stride=stride)
+    return value.as_subclass(Tensor) if isinstance(value, GroupedTensor) else value
 
 
 def _local_and_placement(value: Tensor) -> tuple[Tensor, Placement]:

@@ -18,6 +18,7 @@ _MODULES = {
 
 
 BENCHMARKS = {
+    "checkpoint": "moe_runtime.bench.checkpoint",
     "cpu": "moe_runtime.bench.rows",
     "frozen": "moe_runtime.bench.frozen",
     "gemm": "moe_runtime.bench.gemm",
