@@ -68,7 +68,7 @@ class Watchdog:
         self.deadlines, self.folder, self.rank, self.world_size = deadlines, folder, rank, world_size
         self._peers = _Store(store, rank, world_size) if store is not None and world_size > 1 else None
         self._box = BlackBox(folder / f"rank-{rank}-pid-{os.getpid()}.crash.txt")
-        self._position = Position()
+        self._position = self._ended = Position()
         self._phase_started, self._first_step = time.monotonic(), 0
         self._in_flight: deque[_InFlight] = deque()
         self._lock, self._failing, self._stop = threading.Lock(), threading.Lock(), threading.Event()
@@ -86,6 +86,7 @@ class Watchdog:
 
     def end(self, phase: str, step: int) -> None:
         """It is over."""
+        self._ended = self._position
         self._move(replace(self._position, phase="", collective=None))
 
     def launched(self, collective: Collective, work: dist.Work) -> None:
@@ -168,7 +169,9 @@ class Watchdog:
             time.sleep(_END_SECONDS)
             return
         pending, now = self._oldest(), time.monotonic()
-        position = replace(self._position, collective=pending.collective if pending else self._position.collective)
+        # An error has left the phase that it happened in.
+        position = self._ended if error and not self._position.phase else self._position
+        position = replace(position, collective=pending.collective if pending else position.collective)
         peers = Peers(positions={}, silent={}, sentence="no store was given")
         if self._peers is not None:
             store, quiet = self._peers, 2.5 * self.deadlines.interval

@@ -136,10 +136,14 @@ class RoutedExperts(nn.Module):
         return f"experts {self.first_expert}..{last} of {self.config.num_experts}"
 
 
-def watch_exchanges(model: nn.Module, watch: CollectiveWatch | None) -> None:
-    """Name the layers of all experts of `model` in their exchanges, and have `watch` hear of these."""
+def watch_exchanges(model: nn.Module, watch: CollectiveWatch, *, group: dist.ProcessGroup | None = None) -> None:
+    """Name the layers of all experts of `model` in their exchanges, and have `watch` hear of these.
+
+    group  takes the place of the group that the experts are split over; it has the same ranks in the same order
+    """
     experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
     layers = tuple(experts)
     for index, module in enumerate(experts.values()):
         if isinstance(module.dispatcher, AllToAllDispatcher):
-            module.dispatcher = replace(module.dispatcher, site=Site(layers=layers, index=index, watch=watch))
+            site = Site(layers=layers, index=index, watch=watch)
+            module.dispatcher = replace(module.dispatcher, site=site, group=group or module.dispatcher.group)
