@@ -39,7 +39,7 @@ def config(ep: int = 1, **options: Any) -> TransformerConfig:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "bias_activation_fusion": False,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not torch.cuda.is_available(),
         **options,
     }
     return TransformerConfig(**chosen)
@@ -72,4 +72,4 @@ def expert_weights(experts: nn.Module, gradients: bool = False) -> dict[str, Ten
 def rows(count: int, seed: int = 1) -> Tensor:
     """(count, 2, D) hidden states of this rank's own."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return torch.randn(count, 2, D, generator=generator)
+    return torch.randn(count, 2, D, generator=generator).to(torch.cuda.current_device())

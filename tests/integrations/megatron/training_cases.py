@@ -44,7 +44,7 @@ class Net(nn.Module):
     def __init__(self, case: Case, cfg: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.dense = nn.Linear(D, D, bias=False, dtype=cfg.params_dtype)
+        self.dense = nn.Linear(D, D, bias=False, dtype=cfg.params_dtype, device=torch.cuda.current_device())
         options: dict[str, Any] = {
             "single_grouped_weight": case.layout == "grouped",
             "delay_wgrad_compute": case.schedule != "inline",
