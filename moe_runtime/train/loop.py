@@ -129,7 +129,7 @@ def _prepare(
 ) -> _Run:
     torch.manual_seed(config.run.seed + launch.rank)
     trainee = task.build(config, hf_config, local_device(launch))
-    watch.name_layers(trainee.inner)
+    watch.name_layers(trainee.inner, trainee.layout)
     phases = Phases(watch)
     facts = _resume(config, folder, trainee, task)
     if launch.is_main:
