@@ -9,6 +9,7 @@ SHELL := bash
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV_OPTIONS ?=
 CONFIG ?= launch/configs/quickstart.toml
+FINETUNE_CONFIG ?= launch/configs/finetune.toml
 NPROC ?= 2
 ARGS ?=
 # Those that run anywhere; the others need a GPU: make bench BENCH="gemm layer frozen".
@@ -21,7 +22,7 @@ LOCK = $(shell command -v flock >/dev/null && echo flock Makefile)
 CXX_SOURCES = $(shell find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 INSTALLED_FROM = $(sort $(wildcard setup.py) pyproject.toml constraints.txt $(CXX_SOURCES))
 
-.PHONY: help train test test-all lint format docs bench clean install-train install-dev venv
+.PHONY: help train finetune test test-all lint format docs bench clean install-train install-dev venv
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +32,10 @@ help: ## print this list
 
 train: install-train ## train the quickstart model on 2 processes
 	.venv/bin/torchrun --standalone --nproc-per-node $(NPROC) -m moe_runtime train $(CONFIG) $(ARGS)
+
+finetune: install-train ## teach the quickstart model a task by adapters, on 2 processes; trains it first if need be
+	@compgen -G 'runs/quickstart-*/checkpoints/step-*/manifest.json' >/dev/null || $(MAKE) --no-print-directory train ARGS=
+	.venv/bin/torchrun --standalone --nproc-per-node $(NPROC) -m moe_runtime finetune $(FINETUNE_CONFIG) $(ARGS)
 
 test: install-dev ## run the CPU tests
 	.venv/bin/python -m pytest -m "not slow and not gpu" $(ARGS)

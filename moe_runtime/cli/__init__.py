@@ -1,4 +1,4 @@
-"""The command line: `python -m moe_runtime {train,convert,doctor,cluster,bench}`.
+"""The command line: `python -m moe_runtime {train,finetune,convert,doctor,cluster,bench}`.
 
 Start-up is light: this module parses arguments and knows nothing of torch. What a command does is in the module of its
 name, imported by `lazy.load` when the command runs, so that `--help` and a misspelt option answer at once.
@@ -44,6 +44,7 @@ def _app() -> "typer.Typer":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Train grouped mixtures of experts.")
     app.callback()(_root)
     app.command("train", cls=_TrainCommand)(train_command)
+    app.command("finetune", cls=_TrainCommand)(finetune_command)
     app.command("convert")(convert_command)
     app.command("doctor")(doctor_command)
     app.command("bench", context_settings=_PASSES_ARGUMENTS_ON)(bench_command)
@@ -95,6 +96,20 @@ def train_command(
 ) -> int:
     """Train the model that CONFIG describes. Under torchrun, srun or mpirun every rank runs this same command."""
     return lazy.load("train").train(config, overrides or [], resume)
+
+
+def finetune_command(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file; see launch/configs/finetune.toml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one value of the file.")
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(metavar="[PATH|latest]", help="Go on from a run folder or a checkpoint; alone: the latest run."),
+    ] = "",
+) -> int:
+    """Train adapters on a frozen base, by CONFIG. Under a launcher every rank runs this same command."""
+    return lazy.load("finetune").finetune(config, overrides or [], resume)
 
 
 def convert_command(

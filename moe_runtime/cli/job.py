@@ -5,6 +5,7 @@ Apart from `train` because it imports torch and transformers.
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_runtime.comm.bootstrap import Launch
@@ -28,16 +29,20 @@ class Job:
     data: PreparedData
 
     def run(self) -> None:
-        """Train, then draw the report on rank 0; a report that cannot be drawn does not fail the run."""
+        """Train, then draw the report on rank 0."""
         folder = loop.run(self.config, self.launch, self.hf_config, self.data)
-        if not self.launch.is_main:
-            return
-        try:
-            path = write_report(folder)
-        except (ImportError, ValueError, OSError) as error:
-            _logger.warning("no report: %s", error)
-        else:
-            _logger.info("report %s", path)
+        if self.launch.is_main:
+            draw_report(folder)
+
+
+def draw_report(folder: Path) -> None:
+    """Draw the run in `folder`; a report that cannot be drawn does not fail the run."""
+    try:
+        path = write_report(folder)
+    except (ImportError, ValueError, OSError) as error:
+        _logger.warning("no report: %s", error)
+    else:
+        _logger.info("report %s", path)
 
 
 def prepare_job(config: Config, launch: Launch) -> Job:

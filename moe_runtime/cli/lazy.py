@@ -10,6 +10,8 @@ from types import ModuleType
 
 _MODULES = {
     "train": "moe_runtime.cli.train",
+    "finetune": "moe_runtime.cli.finetune",
+    "finetune_job": "moe_runtime.cli.finetune_job",
     "job": "moe_runtime.cli.job",
     "doctor": "moe_runtime.cli.doctor",
     "convert": "moe_runtime.cli.convert",

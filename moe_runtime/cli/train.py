@@ -4,9 +4,10 @@ The checks go from fast to slow: the file, the launch, the two together (well un
 `moe_runtime.cli.job` the model's config and the data, which import torch and transformers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from moe_runtime.cli import lazy
 from moe_runtime.cli.exits import FAILED, INTERRUPTED, USAGE, fail
@@ -18,17 +19,36 @@ from moe_runtime.train.elastic import restarted
 
 
 def train(config_file: str, overrides: Sequence[str], resume: str) -> int:
-    """Check, train, report; the exit code is 0, 2 for a config that cannot run, 1 for a run that failed with a reason.
+    """Check, train, report; see `run_job` for the exit code."""
+
+    def prepare() -> Job:
+        config, launch = plan(config_file, overrides, resume, environment())
+        return lazy.load("job").prepare_job(config, launch)
+
+    return run_job(prepare)
+
+
+class Job(Protocol):
+    """Something that nothing more can be known to be wrong with."""
+
+    def run(self) -> None:
+        """Do it."""
+        ...
+
+
+def run_job(prepare: Callable[[], Job]) -> int:
+    """Run what `prepare` gives; 0, 2 for a config that cannot run, 1 for a run that failed with a reason.
 
     Other errors are defects and keep their traceback.
     """
     try:
-        config, launch = plan(config_file, overrides, resume, environment())
-        job = lazy.load("job").prepare_job(config, launch)
+        job = prepare()
     except KeyboardInterrupt:
         return INTERRUPTED
     except ConfigError as error:
         return fail(str(error), code=USAGE)
+    except CheckpointError as error:
+        return fail(str(error), code=FAILED)
     except ImportError as error:
         return fail(_missing_package(error), code=USAGE)
     try:

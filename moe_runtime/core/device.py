@@ -3,6 +3,7 @@
 import resource
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 # Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets; the first name contained in the device's decides.
 _PEAK_BF16: Mapping[str, float] = {
@@ -25,3 +26,11 @@ def peak_process_bytes() -> int:
     """The largest resident size this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere else
+
+
+def process_bytes() -> int:
+    """The resident size of this process now; its peak where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        return peak_process_bytes()
+    return int(statm.read_text().split()[1]) * resource.getpagesize()

@@ -433,7 +433,7 @@ def check_environment(config: Config) -> None:
         raise ConfigError("log.wandb = true needs the wandb package, which is not installed: pip install wandb")
     if config.run.resume not in ("", RESUME_LATEST) and not Path(config.run.resume).is_dir():
         raise ConfigError(f"run.resume must be 'latest' or an existing folder, got '{config.run.resume}'")
-    folder = _named_run_dir(config)
+    folder = named_run_dir(config)
     if folder is None:
         return
     if config.run.resume == RESUME_LATEST and not folder.is_dir():
@@ -448,7 +448,7 @@ def claim_run_dir(config: Config) -> Path:
     It is `run.dir` where given, the resumed run's own folder, else the first free runs/<name>-<n> with n from 1. A run
     started from a single checkpoint's folder gets a folder of its own, so that the source stays as it is.
     """
-    folder = _named_run_dir(config)
+    folder = named_run_dir(config)
     try:
         if folder is None:
             return _make_first_free(_runs_root(), _run_name(config))
@@ -456,6 +456,14 @@ def claim_run_dir(config: Config) -> Path:
         return folder
     except OSError as error:
         raise ConfigError(f"cannot create the run folder '{error.filename}': {error.strerror}") from error
+
+
+def newest_run(name: str, *, holding: str = "") -> Path | None:
+    """The folder runs/<name>-<n> written last, or None; of those that hold a file of that pattern, if given."""
+    runs = [path for path in _runs_root().glob("*") if _number_of(path, name) is not None]
+    if holding:
+        runs = [path for path in runs if next(path.glob(holding), None) is not None]
+    return max(runs, key=_last_written) if runs else None
 
 
 def _make_first_free(root: Path, name: str) -> Path:
@@ -470,16 +478,16 @@ def _make_first_free(root: Path, name: str) -> Path:
             number += 1
 
 
-def _named_run_dir(config: Config) -> Path | None:
+def named_run_dir(config: Config) -> Path | None:
     """The folder that `run.dir` or `run.resume` names, or None where a new one must be numbered."""
     if config.run.dir:
         return Path(config.run.dir)
     if config.run.resume == RESUME_LATEST:
         name = _run_name(config)
-        runs = [path for path in _runs_root().glob("*") if _number_of(path, name) is not None]
-        if not runs:
+        newest = newest_run(name)
+        if newest is None:
             raise ConfigError(f"nothing to resume: no folder {_runs_root() / name}-<n> exists")
-        return max(runs, key=_last_written)
+        return newest
     if config.run.resume and _holds_run(Path(config.run.resume)):
         return Path(config.run.resume)
     return None

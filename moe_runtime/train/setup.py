@@ -14,7 +14,7 @@ from moe_runtime.optim import MasterWeights
 from moe_runtime.parallel import ParallelPlan, distribute
 from moe_runtime.precision import Recipe, quantized_model_init, recipes
 from moe_runtime.runtime import WgradCoordinator
-from moe_runtime.train.config import Config, OptimConfig, RecipeConfig
+from moe_runtime.train.config import Config, OptimConfig, RecipeConfig, WgradConfig
 
 _RECIPES = {
     recipe.name: recipe
@@ -80,16 +80,12 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
     # FSDP2 shards before anything is real, so that no rank ever holds the whole model. DDP copies real parameters, and
     # tied ones are tied before sharding.
     shard_first = sharded and not getattr(hf_config, "tie_word_embeddings", False)
-    coordinator = None
-    if config.wgrad.schedule != "inline":
-        coordinator = WgradCoordinator(
-            config.wgrad.schedule, config.wgrad.budget_mb * 2**20 or None, config.wgrad.side_stream
-        )
+    coordinator = make_coordinator(config.wgrad)
     wrapped = distribute(model, plan, coordinator) if shard_first else None
     hf.initialize(model, seed=config.run.seed, device=device)
     wrapped = wrapped if wrapped is not None else distribute(model, plan, coordinator)
     modules = hf.experts_modules(model)
-    optimizer = _optimizer(config.optim, wrapped, (low_precision and not sharded) or stores_quantized)
+    optimizer = make_optimizer(config.optim, wrapped, (low_precision and not sharded) or stores_quantized)
     if coordinator is not None:
         coordinator.guard(optimizer)
     return Trainee(
@@ -117,7 +113,15 @@ def recipe_of(config: RecipeConfig) -> Recipe:
     return _RECIPES[config.name](backward_override=override)
 
 
-def _optimizer(config: OptimConfig, model: nn.Module, needs_masters: bool) -> Optimizer:
+def make_coordinator(config: WgradConfig) -> WgradCoordinator | None:
+    """What runs weight gradients later; None where they are computed in their place."""
+    if config.schedule == "inline":
+        return None
+    return WgradCoordinator(config.schedule, config.budget_mb * 2**20 or None, config.side_stream)
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module, needs_masters: bool) -> Optimizer:
+    """Over the parameters that require gradients, with fp32 masters where they are needed."""
     options: dict[str, Any] = {"lr": config.lr}
     if config.name == "adamw":
         kind = AdamW

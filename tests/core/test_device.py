@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_runtime.core.device import peak_bf16_flops, peak_process_bytes
+from moe_runtime.core.device import peak_bf16_flops, peak_process_bytes, process_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,13 @@ def test_peak_of_the_process_is_linux_high_water_mark_in_bytes() -> None:
     marked = int(lines["VmHWM"].split()[0]) * 1024
     after = peak_process_bytes()
     assert 0.9 * before <= marked <= 1.1 * after and before <= after
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's own count")
+def test_bytes_of_the_process_now_follow_what_it_holds() -> None:
+    before = process_bytes()
+    held = bytearray(b"x" * (64 << 20))
+    grown = process_bytes() - before
+    assert 60 << 20 < grown < 80 << 20 and len(held) == 64 << 20
+    del held
+    assert process_bytes() - before < 16 << 20
