@@ -22,6 +22,8 @@ from moe_runtime.comm.watch import Collective
 
 # The newest entries of torch's flight recorder that a report keeps.
 _RECORDED = 20
+# Ranks of a kind that a summary has room for.
+_SAID = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +107,18 @@ class Incident:
         """Concerned ranks not known to have come."""
         return [rank for rank in self.concerned if rank not in self.arrived]
 
+    @property
+    def elsewhere(self) -> list[int]:
+        """Ranks that have come as far, and are in another exchange, or in one where this rank is in none."""
+        positions, own = self.peers.positions, self.position.collective
+        return [rank for rank in self.arrived if rank in positions and positions[rank].collective != own]
+
     def __str__(self) -> str:
-        missing = [self._of(rank) for rank in self.missing]
-        others = f"; not arrived: {'; '.join(missing)}" if missing else ""
-        return f"rank {self.rank}: {self.reason}; {self.position}{others}"
+        groups = {"not arrived": self.missing, "elsewhere": self.elsewhere}
+        others = [f"; {name}: {'; '.join(map(self._of, ranks[:_SAID]))}" for name, ranks in groups.items() if ranks]
+        more = sum(max(0, len(ranks) - _SAID) for ranks in groups.values())
+        rest = f"; and {more} ranks more" if more else ""
+        return f"rank {self.rank}: {self.reason}; {self.position}{''.join(others)}{rest}"
 
     def _of(self, rank: int) -> str:
         """`rank` and what is known of it."""
