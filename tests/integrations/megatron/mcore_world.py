@@ -15,11 +15,22 @@ from moe_runtime.integrations.megatron import with_grouped_experts
 EXPERTS, D, F = 4, 16, 24
 
 
+def _globals() -> dict[str, Any]:
+    """Megatron's process groups and degrees: the module's variables."""
+    return {k: v for k, v in vars(parallel_state).items() if k.startswith("_") and k.isupper()}
+
+
+NOTHING = _globals()
+MADE: dict[int, dict[str, Any]] = {}
+
+
 def groups(ep: int = 1) -> None:
-    """Megatron's process groups over all ranks, anew."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    """Megatron's process groups over all ranks. Made once for each degree: gloo's threads outlive a group."""
+    vars(parallel_state).update(NOTHING)
+    if ep not in MADE:
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+        MADE[ep] = _globals()
+    vars(parallel_state).update(MADE[ep])
 
 
 def config(ep: int = 1, **options: Any) -> TransformerConfig:
