@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ MADE: dict[int, dict[str, Any]] = {}
 def groups(ep: int = 1) -> None:
     """Megatron's process groups over all ranks. Made once for each degree: gloo's threads outlive a group."""
     vars(parallel_state).update(NOTHING)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # a case's, and of another shape in another order of steps
     if ep not in MADE:
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
         MADE[ep] = _globals()
