@@ -2,8 +2,9 @@
 
 # E experts over the whole group   F output features   D input features
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self
@@ -176,20 +177,23 @@ class Reader:
             expected = (*lead, cols // _MXFP4_GROUP, _MXFP4_GROUP // 2)
         if found != expected:
             raise CheckpointError(f"{self.folder.path}: {one.keys[0]} must have shape {expected}, got {found}")
-        if one.encoding == "fp8":
-            scales = tuple(-(-size // block) for size, block in zip(found[-2:], self.names.fp8_block, strict=True))
-            if (got := self.folder.shape(one.keys[1])[-2:]) != scales:
-                raise CheckpointError(f"{self.folder.path}: {one.keys[1]} must have shape {scales}, got {got}")
+        if one.encoding == "plain":
+            return
+        tiles = tuple(-(-size // block) for size, block in zip(found[-2:], self.names.fp8_block, strict=True))
+        scales = found[:-1] if one.encoding == "mxfp4" else (*found[:-2], *tiles)
+        if (got := self.folder.shape(one.keys[1])) != scales:
+            raise CheckpointError(f"{self.folder.path}: {one.keys[1]} must have shape {scales}, got {got}")
 
     # ---- reading ----
 
     def dtype(self, name: str) -> torch.dtype:
         """The stored one; of quantized bytes the one that the model's class has."""
-        return self.names.dtype if self.is_packed(name) else self._dtype(name)
+        return self.names.dtype if self.is_packed(name) else self._dtype(self._stored[name])
 
-    def _dtype(self, name: str) -> torch.dtype:
-        """Of the values that `read` gives."""
-        return torch.float32 if self.is_packed(name) else self.folder.dtype(self._stored[name][0].key)
+    def _dtype(self, pieces: Iterable[_Stored]) -> torch.dtype:
+        """Of the values that `read` gives: one that holds those of every piece."""
+        found = (torch.float32 if one.encoding != "plain" else self.folder.dtype(one.key) for one in pieces)
+        return functools.reduce(torch.promote_types, found)
 
     def is_packed(self, name: str) -> bool:
         """Whether the folder holds the tensor as quantized bytes."""
@@ -211,7 +215,7 @@ class Reader:
         ]
         if len(pieces) == 1 and pieces[0][0] == box:
             return self._values(name, pieces[0][1], box)
-        out = torch.empty([stop - start for start, stop in box], dtype=self._dtype(name))
+        out = torch.empty([stop - start for start, stop in box], dtype=self._dtype(one for _, one in pieces))
         for inside, one in pieces:
             target = out[_within(inside, box)]
             target.copy_(self._values(name, one, inside))

@@ -191,6 +191,17 @@ def test_nan_in_bytes_is_refused_by_name(mxfp4: Path) -> None:
             folders.load(model, mxfp4)
 
 
+def test_mxfp4_scales_of_more_groups_than_blocks_are_refused(mxfp4: Path) -> None:
+    """Their first groups would fit, and be read as if they were all."""
+    tensors = load_file(mxfp4 / WEIGHTS)
+    key = next(key for key in sorted(tensors) if key.endswith("down_proj_scales"))
+    tensors[key] = torch.cat((tensors[key], tensors[key]), dim=-1)
+    save_file(tensors, mxfp4 / WEIGHTS, metadata={"format": "pt"})
+    model = hf.build(hf.load_config(config_file=str(mxfp4 / "config.json")))
+    with pytest.raises(CheckpointError, match=rf"{key} must have shape "):
+        folders.load(model, mxfp4)
+
+
 def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     folder, _ = _deepseek(tmp_path / "fp8", RAGGED)
     tensors = load_file(folder / WEIGHTS)
