@@ -119,8 +119,11 @@ def launched(
         for host in cluster.hosts:
             faulty.start(host)
         yield faulty
+    for launcher in faulty.launchers.values():  # the cluster has ended those that were left
+        launcher.wait(timeout=WAIT_SECONDS)
 
 
 def kill_launcher(faulty: Faults, host: Host) -> None:
     """SIGKILL torchrun alone; its rank lives on until it finds itself alone."""
     os.kill(faulty.launchers[host.name].pid, signal.SIGKILL)
+    faulty.launchers[host.name].wait(timeout=WAIT_SECONDS)
