@@ -242,7 +242,8 @@ def _write(partial: Path, entries: dict[str, Tensor], ranks: "_Ranks") -> str:
             dcp.save(entries, storage_writer=writer, process_group=ranks.group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         rank, failure = sorted(error.failures.items())[0]
-        return f"rank {rank}: {failure[0]}"
+        # torch's writer says of a full disk only that a position is not as it should be.
+        return f"rank {rank}: {failure[0]} ({shutil.disk_usage(partial.parent).free:,} bytes are free there)"
     except OSError as error:
         return str(error)
     return ""
