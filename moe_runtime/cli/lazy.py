@@ -25,6 +25,7 @@ BENCHMARKS = {
     "frozen": "moe_runtime.bench.frozen",
     "gemm": "moe_runtime.bench.gemm",
     "layer": "moe_runtime.bench.layer",
+    "lora": "moe_runtime.bench.lora",
     "overlap": "moe_runtime.bench.overlap",
     "parity": "moe_runtime.bench.parity",
     "quantize": "moe_runtime.bench.quantize",

@@ -24,9 +24,9 @@ def test_options_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["bench"], ["bench", "--help"]):
         assert main(arguments) == 0
-        assert "NAME one of cpu, frozen, gemm, layer, overlap" in capsys.readouterr().out
+        assert "NAME one of checkpoint, cpu, frozen, gemm, layer, lora, overlap" in capsys.readouterr().out
     assert main(["bench", "gem"]) == 2
-    assert "expected a benchmark among cpu, frozen, gemm, " in capsys.readouterr().err
+    assert "expected a benchmark among checkpoint, cpu, frozen, gemm, " in capsys.readouterr().err
 
 
 def test_every_benchmark_has_a_name() -> None:

@@ -11,6 +11,7 @@ Routed experts need no PEFT: theirs are `moe_runtime.nn.GroupedLoRA`. Ordinary l
 
 from moe_runtime.integrations.peft.adapters import LoRAReport, add_lora, check_frozen_base, lora_config
 from moe_runtime.integrations.peft.folders import export_peft, import_peft
+from moe_runtime.integrations.peft.linear import add_pefts_own
 from moe_runtime.integrations.peft.merge import MergedLayer, MergeReport, merge_lora, unmerge_lora
 from moe_runtime.integrations.peft.state import load_lora_state_dict, lora_state_dict
 
@@ -19,6 +20,7 @@ __all__ = [
     "MergeReport",
     "MergedLayer",
     "add_lora",
+    "add_pefts_own",
     "check_frozen_base",
     "export_peft",
     "import_peft",

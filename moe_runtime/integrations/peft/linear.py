@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moe_runtime.nn import LoRAConfig
 
-__all__ = ["BASE", "initialize_linears", "inject", "peft"]
+__all__ = ["BASE", "add_pefts_own", "initialize_linears", "inject", "peft"]
 
 BASE = "base_layer"
 """Where PEFT's layer keeps the one that it stands in place of."""
@@ -48,6 +48,21 @@ def inject(model: nn.Module, names: Sequence[str], config: LoRAConfig) -> None:
         for factor in _factors(layer):
             factor.to(dtype=like.dtype)
     initialize_linears(model, names, config.seed)
+
+
+def add_pefts_own(model: nn.Module, config: LoRAConfig) -> None:
+    """What PEFT itself puts beside the parameters that `config.target_modules` names, all else frozen: a yardstick.
+
+    It makes each update as a matrix of the weight's size. Nothing else here works on what it leaves.
+    """
+    options = peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.use_rslora,
+        target_modules=[],
+        target_parameters=list(config.target_modules),
+    )
+    peft().inject_adapter_in_model(options, model)
 
 
 @torch.no_grad()
