@@ -11,21 +11,20 @@ from moe_runtime.core.errors import ConfigError, UnsupportedError
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.nn import Router
 
-# Worst relative norm of a difference seen over these models, fp32: 4e-7 in logits, 3e-6 in gradients, but for two that
-# sum thousands of terms that cancel: 2.5e-5.
+# Worst relative norm of a difference seen over these models, fp32: 4e-7 in logits, 3e-6 in gradients.
 TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-5
-CANCELING = {"linear_attn.dt_bias": 7e-5, "linear_attn.A_log": 7e-5}
 
 
 def _build(name: str, **options: Any) -> nn.Module:
     model = hf.build(config_of(name), **options)
     hf.initialize(model, seed=7, device=torch.device("cpu"))
-    # Zero-initialized parameters would hide what they multiply.
+    # Zero-initialized parameters would hide what they multiply; linear attention that forgets at once, as it is
+    # initialized to, has gradients of terms that cancel, in which fp32 leaves four digits.
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.endswith(("bias", "sinks")):
-                parameter.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(len(key)))
+            if key.endswith(("bias", "sinks", "linear_attn.A_log")):
+                parameter.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(len(key)))
     return model
 
 
@@ -82,8 +81,8 @@ def test_logits_and_every_gradient_equal_hugging_faces(name: str, discrete: bool
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         error = (found[key] - value).norm() / value.norm().clamp(min=1e-12)
-        bound = next((bound for end, bound in CANCELING.items() if key.endswith(end)), GRADIENT_TOLERANCE)
-        assert error < bound, f"{key}: {error:.1e}"
+        print(f"measured {error:.1e} {name} {key}")
+        assert error < GRADIENT_TOLERANCE, f"{key}: {error:.1e}"
 
 
 def test_initialization_depends_on_seed_and_name_only() -> None:
