@@ -40,7 +40,7 @@ def main() -> None:
     config = load(arguments.config, arguments.overrides)
     config = replace(config, parallel=ParallelConfig(data="none"))
     hf_config = load_config(
-        config_file=config.model.config_file, model_type=config.model.model_type, fields=config.model.fields
+        config_file=config.model.config_json, model_type=config.model.model_type, fields=config.model.fields
     )
     check_model(config, hf_config)
     data = prepare(config.data, model_vocab_size=hf_config.vocab_size)

@@ -163,20 +163,21 @@ def _to_run(source: Path, destination: Path, config: Config, options: hf.SaveOpt
 def _write_run(source: Path, destination: Path, config: Config, hf_config: object, options: hf.SaveOptions) -> None:
     # One process: a checkpoint opens at any layout, and which tensors it has depends only on precision and FSDP2.
     alone = replace(config.parallel, expert=1, replicate=1)
+    model_file = (destination / _MODEL_FILE).resolve()
+    model = ModelConfig(config_file=str(model_file))
     if alone.data != "none":
         init_process_group(Launch(), device_type="cpu", timeout_seconds=alone.timeout_seconds)
     try:
-        trainee = setup.build(replace(config, parallel=alone), hf_config, torch.device("cpu"))
+        trainee = setup.build(replace(config, parallel=alone, model=model), hf_config, torch.device("cpu"))
         hf.load(trainee.model, source, ignore=options.drop)
         _begin(trainee, source, options.drop)
         facts = {"seed": config.run.seed, "global_batch_size": config.train.global_batch_size}
         checkpoint.save(destination / _CHECKPOINTS, 0, trainee.model, trainee.optimizer, facts)
     finally:
         shutdown()
-    model_file = (destination / _MODEL_FILE).resolve()
     model_file.write_text(json.dumps(json.loads(hf_config.to_json_string()), indent=2) + "\n", encoding="utf-8")  # pyright: ignore[reportAttributeAccessIssue]
     run = replace(config.run, dir=str(destination), resume="")
-    saved = replace(config, run=run, model=ModelConfig(config_file=str(model_file)))
+    saved = replace(config, run=run, model=model)
     (destination / _RUN_FILE).write_text(to_toml(saved), encoding="utf-8")
 
 

@@ -51,7 +51,7 @@ def prepare_job(config: Config, launch: Launch) -> Job:
     model = config.model
     # transformers completes nested fields in place; the config is to be saved as it was written.
     fields = copy.deepcopy(model.fields)
-    hf_config = load_config(config_file=model.config_file, model_type=model.model_type, fields=fields)
+    hf_config = load_config(config_file=model.config_json, model_type=model.model_type, fields=fields)
     check_model(config, hf_config)
     text_config = getattr(hf_config, "get_text_config", lambda: hf_config)()
     data = prepare(config.data, model_vocab_size=text_config.vocab_size)

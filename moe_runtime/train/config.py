@@ -55,20 +55,30 @@ class RunConfig:
 class ModelConfig:
     """A Hugging Face MoE model: a config.json, or a `model_type` and the fields of its config class.
 
-    Every other key of the table is such a field, checked against the class when the model is built; next to
-    `config_file` they replace values of that file.
+    `checkpoint`: a Hugging Face folder, or a checkpoint of a run, whose weights a new run starts from; the folder's own
+    config.json serves where neither `config_file` nor `model_type` is given.
+    Every other key of the table is such a field, checked against the class when the model is built; next to a
+    config.json they replace values of that file.
     """
 
     config_file: str = ""
     model_type: str = ""
+    checkpoint: str = ""
     fields: Mapping[str, object] = rest_field()
 
     def __post_init__(self) -> None:
-        if bool(self.config_file) == bool(self.model_type):
-            got = f"'{self.config_file}' and '{self.model_type}'" if self.config_file else "neither"
+        if self.config_file and self.model_type:
+            got = f"'{self.config_file}' and '{self.model_type}'"
             raise ConfigError(f"expected exactly one of model.config_file and model.model_type, got {got}")
-        if clash := {"config_file", "model_type"} & self.fields.keys():
+        if not (self.config_file or self.model_type or self.checkpoint):
+            raise ConfigError("expected one of model.config_file, model.model_type and model.checkpoint, got none")
+        if clash := {"config_file", "model_type", "checkpoint"} & self.fields.keys():
             raise ConfigError(f"model.fields must not repeat {sorted(clash)[0]}, a key of its own")
+
+    @property
+    def config_json(self) -> str:
+        """The config.json that describes the model; empty where `model_type` does."""
+        return self.config_file or ("" if self.model_type else str(Path(self.checkpoint) / "config.json"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -413,8 +423,8 @@ def _check_fields(model: ModelConfig, hf_config: object) -> None:
     if not model.fields or getattr(cls, "has_no_defaults_at_init", False):
         return
     known = {*vars(cls()), *inspect.signature(cls).parameters, *getattr(cls, "attribute_map", {}), *_UNDECLARED_FIELDS}
-    if model.config_file:
-        known |= json.loads(Path(model.config_file).read_text(encoding="utf-8")).keys()
+    if model.config_json:
+        known |= json.loads(Path(model.config_json).read_text(encoding="utf-8")).keys()
     names = [f"model.{name}" for name in sorted(known) if not name.startswith("_")]
     for name in model.fields:
         if name in vars(hf_config) and name not in known:
@@ -422,13 +432,20 @@ def _check_fields(model: ModelConfig, hf_config: object) -> None:
 
 
 def check_environment(config: Config) -> None:
-    """Refuse what this machine lacks: the model's config file, a package that was asked for, a run to resume.
+    """Refuse what this machine lacks: the model's files, a package that was asked for, a run to resume.
 
     A folder that already holds a run is refused too unless the run is resumed: its metrics and checkpoints are not
     overwritten.
     """
-    if config.model.config_file and not Path(config.model.config_file).is_file():
-        raise ConfigError(f"model.config_file must be an existing config.json, got '{config.model.config_file}'")
+    model = config.model
+    if model.config_file and not Path(model.config_file).is_file():
+        raise ConfigError(f"model.config_file must be an existing config.json, got '{model.config_file}'")
+    if model.checkpoint and not config.run.resume and not Path(model.checkpoint).is_dir():
+        raise ConfigError(f"model.checkpoint must be an existing folder, got '{model.checkpoint}'")
+    if model.config_json and not Path(model.config_json).is_file():
+        raise ConfigError(
+            f"expected the model's config at {model.config_json}, where no file is; name it in model.config_file"
+        )
     if config.log.wandb and not _is_installed("wandb"):
         raise ConfigError("log.wandb = true needs the wandb package, which is not installed: pip install wandb")
     if config.run.resume not in ("", RESUME_LATEST) and not Path(config.run.resume).is_dir():

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from moe_runtime.checkpoint.hf import load, names_of
 from moe_runtime.comm.layout import ParallelLayout, layout_of
+from moe_runtime.core.log import get_logger
 from moe_runtime.integrations import transformers as hf
 from moe_runtime.optim import MasterWeights
 from moe_runtime.parallel import ParallelPlan, distribute
@@ -25,6 +27,7 @@ _RECIPES = {
         recipes.MXFP8BlockScaling,
     )
 }
+_LOGGER = get_logger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -47,6 +50,8 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
 
     bfloat16 computes in bf16 with fp32 masters: FSDP2 keeps fp32 shards and gathers bf16; elsewhere parameters are bf16
     and `MasterWeights` holds their fp32 copies. Experts that a recipe stores quantized have masters everywhere.
+    A new run's values come from `model.checkpoint`, each rank reading what it holds, or are drawn from the seed.
+    Raises CheckpointError on every rank, naming tensors, for a checkpoint that does not fit the model.
     """
     sharded = config.parallel.data == "fsdp2"
     low_precision = config.train.dtype != "float32"
@@ -81,9 +86,15 @@ def build(config: Config, hf_config: Any, device: torch.device) -> Trainee:
     # tied ones are tied before sharding.
     shard_first = sharded and not getattr(hf_config, "tie_word_embeddings", False)
     coordinator = make_coordinator(config.wgrad)
+    source = "" if config.run.resume else config.model.checkpoint
+    names = names_of(model) if source else None
+    held = frozenset() if names is None else names.shapes.keys() - names.own
     wrapped = distribute(model, plan, coordinator) if shard_first else None
-    hf.initialize(model, seed=config.run.seed, device=device)
+    hf.initialize(model, seed=config.run.seed, device=device, leave=held)
     wrapped = wrapped if wrapped is not None else distribute(model, plan, coordinator)
+    if source:
+        report = load(wrapped, source)
+        _LOGGER.info("%d tensors of %s, %.3f MB read here", report.num_tensors, source, report.bytes_read / 1e6)
     modules = hf.experts_modules(model)
     optimizer = make_optimizer(config.optim, wrapped, (low_precision and not sharded) or stores_quantized)
     if coordinator is not None:

@@ -4,12 +4,14 @@ import gzip
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -261,6 +263,59 @@ def test_model_of_a_config_file_equals_its_fields(tiny_config: Path, tmp_path: P
     config = tmp_path / "file.toml"
     config.write_text(f'{text[:start]}[model]\nconfig_file = "{tmp_path / "fields" / "model.json"}"\n{text[end:]}')
     assert _in_process(config, tmp_path / "file", "train.steps=2", "optim.warmup_steps=1") == fields
+
+
+@pytest.fixture
+def folder(tiny_config: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """folder(*overrides) -> what a short run became as a Hugging Face folder, and a config that starts from it."""
+
+    def make(*overrides: str) -> tuple[Path, Path]:
+        _in_process(tiny_config, tmp_path / "before", "train.steps=3", "optim.warmup_steps=1", *overrides)
+        assert main(["convert", str(tmp_path / "before"), str(tmp_path / "folder")]) == 0
+        text = tiny_config.read_text().replace('name = "adamw"\nlr = 0.01', 'name = "sgd"\nlr = 0.1')
+        start, end = text.index("[model]"), text.index("[router]")
+        config = tmp_path / "start.toml"
+        config.write_text(f'{text[:start]}[model]\ncheckpoint = "{tmp_path / "folder"}"\n{text[end:]}')
+        return tmp_path / "folder", config
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("data", "tied"), [("fsdp2", False), pytest.param("fsdp2", True, marks=pytest.mark.slow), ("ddp", False)]
+)
+def test_a_run_starts_from_a_folder_of_which_each_rank_reads_its_part(
+    data: str, tied: bool, folder: Callable[..., tuple[Path, Path]], tmp_path: Path, train: Train
+) -> None:
+    source, config = folder(f"model.tie_word_embeddings={str(tied).lower()}")
+    assert main(["convert", str(source), str(tmp_path / "converted"), "--config", str(config)]) == 0
+    resumed = _in_process(tmp_path / "converted" / "config.toml", tmp_path / "converted", *SGD, "run.resume=latest")
+    started = _in_process(config, tmp_path / "started", *SGD)
+    assert started == resumed, "convert writes the same weights into a checkpoint of step 0"
+    done = train(tmp_path / "split", *SGD, "parallel.expert=2", f"parallel.data={data}", ranks=2, config=config)
+    assert done.returncode == 0, done.stderr
+    assert _largest_gap(rows(tmp_path / "split"), started, "loss") < SGD_LOSS_TOLERANCE
+    (megabytes,) = re.findall(rf"rank0 .* tensors of {source}, ([\d.]+) MB read here", done.stderr)
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e6
+    assert float(megabytes) < (0.6 if data == "fsdp2" else 0.85) * size
+
+
+def test_a_run_from_a_folder_goes_on_without_it_and_refuses_what_does_not_fit(
+    folder: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, config = folder()
+    short = ("train.steps=6", "optim.warmup_steps=1", "train.checkpoint_every=3")
+    whole = _in_process(config, tmp_path / "whole", *short)
+    checkpoint = tmp_path / "before" / "checkpoints" / "step-000003"
+    fields = ("model.config_file=" + str(source / "config.json"), f"model.checkpoint={checkpoint}")
+    assert _in_process(config, tmp_path / "of checkpoint", *short, *fields) == whole
+    capsys.readouterr()
+    assert main(arguments(config, tmp_path / "wide", [*short, "model.moe_intermediate_size=48"])) == 1
+    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "experts.0.gate_proj.weight" in printed and "shape" in printed
+    (source / "model.safetensors").unlink()
+    step = f"run.resume={tmp_path / 'whole' / 'checkpoints' / 'step-000003'}"
+    assert _in_process(config, tmp_path / "resumed", *short, step) == whole[3:]
 
 
 @pytest.mark.parametrize("schedule", ["late", "deferred"])

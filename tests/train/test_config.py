@@ -111,7 +111,10 @@ def test_every_section_survives_the_round_trip(data: st.DataObject):
             "model.config_file=c.json",
             "expected exactly one of model.config_file and model.model_type, got 'c.json' and",
         ),
-        ("model.model_type=", "expected exactly one of model.config_file and model.model_type, got neither"),
+        (
+            "model.model_type=",
+            "expected one of model.config_file, model.model_type and model.checkpoint, got none",
+        ),
     ],
 )
 def test_a_bad_value_is_one_sentence(tmp_path: Path, override: str, sentence: str):
@@ -247,12 +250,31 @@ def test_fields_of_the_config_file_are_known(tmp_path: Path):
         check_model(config(tmp_path, *overrides, "model.ood=2"), FakeConfig(odd=2, ood=2))
 
 
+def test_a_checkpoint_brings_its_config_unless_another_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"odd": 1}')
+    folder = f"model.checkpoint={tmp_path}"
+    alone = config(tmp_path, "model.model_type=", folder, "model.odd=2")
+    assert alone.model.config_json == str(tmp_path / "config.json")
+    check_environment(alone)
+    check_model(alone, FakeConfig(odd=2))
+    assert config(tmp_path, folder).model.config_json == ""
+    assert config(tmp_path, "model.model_type=", folder, "model.config_file=a.json").model.config_json == "a.json"
+    # A run that goes on needs the weights no more.
+    (tmp_path / "run").mkdir()
+    check_environment(config(tmp_path, "model.checkpoint=gone", f"run.resume={tmp_path / 'run'}"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
         (
             ["model.model_type=", "model.config_file=no.json"],
             "model.config_file must be an existing config.json, got 'no.json'",
+        ),
+        (["model.checkpoint=gone"], "model.checkpoint must be an existing folder, got 'gone'"),
+        (
+            ["model.model_type=", "model.checkpoint=wandb"],
+            "expected the model's config at wandb/config.json, where no file is; name it in model.config_file",
         ),
         (["run.resume=no/where"], "run.resume must be 'latest' or an existing folder, got 'no/where'"),
         (["run.resume=latest"], "nothing to resume: no folder runs/small-<n> exists"),
