@@ -19,7 +19,7 @@ from moe_runtime.testing.netns import INTERFACE, Cluster, Host, popen
 RENDEZVOUS_PORT = 29400
 MASTER_PORT = 29500
 _MANUAL_LINE, _MANUAL_END = "HYDRA_LAUNCH: ", "HYDRA_LAUNCH_END"
-# One thread a rank, and torchrun's agents keep their store to themselves, as launch/ has it. gloo is told the interface,
+# One thread a rank, and torchrun's agents keep their store to themselves, as in launch/. gloo is told the interface,
 # so that it need not trust the host's name.
 RANK_VARIABLES = {
     "OMP_NUM_THREADS": "1",

@@ -2,6 +2,7 @@
 same dataclasses; `as_training` gives the loop its view of them. Nothing here imports torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def as_training(config: FinetuneConfig, model_file: Path = Path(CONFIG_FILE)) ->
     )
 
 
-def load(path: Path, overrides: tuple[str, ...] | list[str] = ()) -> FinetuneConfig:
+def load(path: Path, overrides: Sequence[str] = ()) -> FinetuneConfig:
     """The config of a TOML file with 'section.key=value' overrides; `run.name` defaults to the file's stem."""
     config = from_mapping(FinetuneConfig, apply_overrides(read_toml(path), overrides))
     return config if config.run.name else replace(config, run=replace(config.run, name=path.stem))
