@@ -71,7 +71,8 @@ def grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, slot: WgradSlot | None) -> Tensor:
-        ctx.save_for_backward(x_RD, w_EFD, ends_E)
+        # x serves the weight gradient alone: a frozen weight keeps none of it.
+        ctx.save_for_backward(x_RD if ctx.needs_input_grad[1] else None, w_EFD, ends_E)
         ctx.slot = slot
         return ragged_m_gemm_nt(x_RD, w_EFD, ends_E)
 

@@ -209,8 +209,8 @@ def layer_terms(layer: Layer, batch: Batch) -> dict[str, int]:
         "router": T * (layer.num_experts + 1) * FLOAT32 + R * (FLOAT32 + INT64),
         "places of rows": 2 * R * INT32 + layer.num_experts * INT32 + R * b,
         "rows into adapted products": of_experts,
-        # What was kept of them, and the numbers it was multiplied by.
-        "dropout": 2 * of_experts * layer.dropout,
+        # The numbers that they were multiplied by.
+        "dropout": of_experts * layer.dropout,
         "gate_up's output": R * 2 * F * b,
         "adapters' inner products": layer.rank * b * (T * len(of_tokens) + R * len(of_rows)),
     }

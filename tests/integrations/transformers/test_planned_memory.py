@@ -106,7 +106,10 @@ def test_a_block_keeps_what_was_planned(dtype: torch.dtype, recipe: Recipe, drop
     assert fill is not None
     fill(model, CPU, frozenset())
     assert planned == sum(parameter.num_bytes for parameter in storage_report(model).parameters)
-    assert kept_in_blocks(model, batch, recipe) == [layer_bytes(layer, batch)] * 2
+    first, second = kept_in_blocks(model, batch, recipe)
+    assert second == layer_bytes(layer, batch)
+    # Its input takes no gradient, so attention before the first adapter keeps nothing.
+    assert first < second
 
 
 def test_what_trains_is_told_apart() -> None:
