@@ -5,13 +5,12 @@ import io
 from typing import Any
 
 import torch.distributed as dist
-from mcore_world import NOTHING
-from megatron.core import parallel_state
+from mcore_world import forget
 
 
 def run(program: str) -> str:
     """What it prints; the pool's process group takes the place of its own."""
-    vars(parallel_state).update(NOTHING)
+    forget()
     made, ended = dist.init_process_group, dist.destroy_process_group
     nothing: Any = lambda *_: None  # noqa: E731
     dist.init_process_group = dist.destroy_process_group = nothing

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -25,10 +25,16 @@ NOTHING = _globals()
 MADE: dict[int, dict[str, Any]] = {}
 
 
+def forget() -> None:
+    """What an earlier case left in Megatron's modules: its groups, its losses by layer, and their scale."""
+    vars(parallel_state).update(NOTHING)
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
 def groups(ep: int = 1) -> None:
     """Megatron's process groups over all ranks. Made once for each degree: gloo's threads outlive a group."""
-    vars(parallel_state).update(NOTHING)
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # a case's, and of another shape in another order of steps
+    forget()
     if ep not in MADE:
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
         MADE[ep] = _globals()
